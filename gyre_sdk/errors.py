@@ -1,0 +1,117 @@
+"""Every error gyre raises, one class per boundary.
+
+A message says what failed, which value, which limit, and what to do next. A `GyreError` is never raised
+itself: catch the boundary that you can act on.
+
+Tree::
+
+    GyreError
+    ├── SettingsError        a configuration file, argument or variable is wrong
+    ├── TaskError            a task folder or task object is wrong
+    ├── WorkspaceError       the workspace could not do what was asked
+    │   ├── ImageMissing     its image is not present and cannot be built
+    │   └── WorkspaceGone    it was there and is not any more (dead container, dead engine)
+    ├── ScoringError         the scorer crashed, timed out or gave no number (never a reward)
+    ├── ProtocolError        a request from an agent is wrong; carries the HTTP status and code
+    ├── RenderError          messages cannot be turned into tokens, or tokens into messages
+    ├── ReplicaError         an inference replica refused, broke off or cannot be reached
+    ├── ServiceError         the recording service cannot be reached or refused a control request
+    ├── JournalError         the store cannot be opened, read or written
+    ├── TreeError            recorded calls do not form a tree
+    ├── LimitExceeded        a run spent a budget (tokens, turns, wall time)
+    └── TrainerError         training cannot go on
+        ├── EngineError      the embedded engine cannot serve
+        └── PublishError     new weights did not reach a replica
+"""
+
+from __future__ import annotations
+
+
+class GyreError(Exception):
+    """The root of gyre's errors; catch a subclass."""
+
+
+class SettingsError(GyreError):
+    """A setting has an unknown key, a wrong type or an impossible value."""
+
+
+class TaskError(GyreError):
+    """A task cannot be loaded or is inconsistent."""
+
+
+class WorkspaceError(GyreError):
+    """A workspace could not be started or used. Never a tool's own failure: that is an exit code."""
+
+
+class ImageMissing(WorkspaceError):
+    """The image of a workspace is not present on the engine and no Dockerfile is given."""
+
+
+class WorkspaceGone(WorkspaceError):
+    """The workspace died: every later command would fail too."""
+
+
+class ScoringError(GyreError):
+    """The evaluation failed. The run has no reward; this is not a reward of zero."""
+
+
+class ProtocolError(GyreError):
+    """A model request cannot be honoured.
+
+    Attributes:
+        status: HTTP status for the answer.
+        code: machine-readable reason, for example `invalid_api_key`.
+        param: the request field at fault, or None.
+        retryable: whether sending the same request again can succeed.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str = "invalid_request",
+        param: str | None = None,
+        retryable: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+        self.retryable = retryable
+
+
+class RenderError(GyreError):
+    """Messages could not be rendered to tokens, or sampled tokens not parsed."""
+
+
+class ReplicaError(GyreError):
+    """A replica refused a request, broke off in the middle of one, or cannot be reached."""
+
+
+class ServiceError(GyreError):
+    """The recording service refused a control request or cannot be reached."""
+
+
+class JournalError(GyreError):
+    """The store could not be opened, read or written."""
+
+
+class TreeError(GyreError):
+    """Recorded calls contradict each other and do not form a tree."""
+
+
+class LimitExceeded(GyreError):
+    """A run spent one of its budgets."""
+
+
+class TrainerError(GyreError):
+    """Training cannot go on."""
+
+
+class EngineError(TrainerError):
+    """The embedded engine cannot load a model or serve a request."""
+
+
+class PublishError(TrainerError):
+    """New weights did not reach a replica."""

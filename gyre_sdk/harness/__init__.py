@@ -1,0 +1,1 @@
+"""The harness: tasks, sessions, workspaces and the recording proxy. Light: no torch."""

@@ -1,0 +1,73 @@
+"""What the harness needs from the world, as Protocols. Implementations live elsewhere; tests bring real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from gyre_sdk.events import Event
+from gyre_sdk.records import ExecResult
+
+
+class Clock(Protocol):
+    """A source of time, passed in so that tests can turn it."""
+
+    def time(self) -> float:
+        """Return seconds since the epoch."""
+        ...
+
+    def monotonic(self) -> float:
+        """Return seconds that never go back."""
+        ...
+
+
+class Workspace(Protocol):
+    """Where an agent's tools run. All paths are inside the workspace; all methods block.
+
+    Raises (any method): `WorkspaceGone` once the workspace is dead, `WorkspaceError` for other failures of the
+    workspace itself. A command that fails is a result, not an exception.
+    """
+
+    id: str
+
+    def exec(
+        self,
+        command: str,
+        *,
+        timeout: float | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: bytes | None = None,
+    ) -> ExecResult:
+        """Run a shell command to its end; at `timeout` seconds kill its whole process tree."""
+        ...
+
+    def read(self, path: str) -> bytes:
+        """Return a file's bytes."""
+        ...
+
+    def write(self, path: str, data: bytes | str, *, mode: int = 0o644) -> None:
+        """Create or replace a file, and the folders above it."""
+        ...
+
+    def upload(self, local: Path, path: str) -> None:
+        """Copy a local file or folder (its contents) to `path`."""
+        ...
+
+    def download(self, path: str, local: Path) -> None:
+        """Copy a file or folder of the workspace to a local path."""
+        ...
+
+    def kill_all(self) -> None:
+        """Kill every process that commands started; the workspace stays usable."""
+        ...
+
+    def close(self) -> None:
+        """Remove the workspace. Idempotent; never raises for a workspace that is already gone."""
+        ...
+
+
+Observer = Callable[[Event], None]
+"""Receives events. Called from any thread; an observer that raises is dropped, never the run."""

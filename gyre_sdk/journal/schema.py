@@ -1,0 +1,106 @@
+"""The tables of a store and how a file is opened.
+
+`application_id` marks a gyre store, `user_version` its format. Ids of tokens are little-endian int32 blobs,
+log-probs float32 blobs (NaN where the engine gave none).
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Literal
+
+from gyre_sdk.errors import JournalError
+
+APPLICATION_ID = 0x67797265  # "gyre"
+FORMAT = 1
+
+_TABLES = """
+CREATE TABLE run (
+  seq INTEGER PRIMARY KEY AUTOINCREMENT, run TEXT NOT NULL UNIQUE, task TEXT NOT NULL, grp TEXT, member INTEGER NOT NULL,
+  dispatch_version INTEGER NOT NULL, status TEXT NOT NULL, created_at REAL NOT NULL, ended_at REAL, reward REAL,
+  placeholder INTEGER NOT NULL, parts BLOB NOT NULL, error TEXT, owner TEXT NOT NULL, metadata BLOB NOT NULL);
+CREATE INDEX run_group ON run(grp);
+CREATE TABLE lane (
+  seq INTEGER PRIMARY KEY AUTOINCREMENT, lane TEXT NOT NULL UNIQUE, run TEXT NOT NULL REFERENCES run(run), role TEXT NOT NULL,
+  name TEXT NOT NULL, parent TEXT, key_digest TEXT NOT NULL UNIQUE, created_at REAL NOT NULL);
+CREATE INDEX lane_run ON lane(run);
+CREATE TABLE call (
+  seq INTEGER PRIMARY KEY AUTOINCREMENT, call TEXT NOT NULL UNIQUE, run TEXT NOT NULL REFERENCES run(run), lane TEXT NOT NULL,
+  role TEXT NOT NULL, status TEXT NOT NULL, parent TEXT, fork_reason TEXT, shared INTEGER NOT NULL,
+  prompt_delta BLOB NOT NULL, prompt_len INTEGER NOT NULL, sampled BLOB NOT NULL, logprobs BLOB NOT NULL,
+  versions BLOB NOT NULL, sampling BLOB NOT NULL, request BLOB NOT NULL, messages BLOB NOT NULL, answer BLOB,
+  finish_reason TEXT, received_at REAL NOT NULL, ended_at REAL, error TEXT);
+CREATE INDEX call_run ON call(run, seq);
+CREATE TABLE chunk (
+  call TEXT NOT NULL, start INTEGER NOT NULL, ids BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL,
+  PRIMARY KEY (call, start)) WITHOUT ROWID;
+CREATE TABLE attempt (
+  call TEXT NOT NULL, number INTEGER NOT NULL, replica TEXT NOT NULL, request_id TEXT NOT NULL,
+  tokens_from INTEGER NOT NULL, tokens_to INTEGER NOT NULL, end TEXT NOT NULL, lost BLOB NOT NULL,
+  PRIMARY KEY (call, number)) WITHOUT ROWID;
+CREATE TABLE message (digest BLOB PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE entry (
+  seq INTEGER PRIMARY KEY AUTOINCREMENT, stream TEXT NOT NULL, kind TEXT NOT NULL, at REAL NOT NULL, body BLOB NOT NULL);
+CREATE INDEX entry_stream ON entry(stream, seq);
+"""
+
+
+def connect(path: Path, mode: Literal["r", "rw"]) -> sqlite3.Connection:
+    """Open a store, creating it in mode `rw`.
+
+    Raises:
+        JournalError: the file is missing (mode `r`), is not a gyre store, or has another format.
+    """
+    if mode == "r" and not path.is_file():
+        raise JournalError(f"store {path} does not exist; give the path that `gyre serve --store` or the demo printed")
+    if mode == "rw":
+        path.parent.mkdir(parents=True, exist_ok=True)
+    connection: sqlite3.Connection | None = None
+    try:
+        connection = sqlite3.connect(
+            f"file:{path}?mode={'ro' if mode == 'r' else 'rwc'}",
+            uri=True,
+            timeout=30.0,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        if mode == "rw":
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=FULL")
+            _create_tables(connection)
+        _check_format(connection, path)
+    except sqlite3.Error as error:
+        if connection is not None:
+            connection.close()
+        raise JournalError(f"store {path} cannot be opened: {error}; is it a gyre store on a local disk?") from error
+    return connection
+
+
+def _create_tables(connection: sqlite3.Connection) -> None:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        empty = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] == 0
+        if empty:
+            for statement in _TABLES.split(";"):
+                if statement.strip():
+                    connection.execute(statement)
+            connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
+            connection.execute(f"PRAGMA user_version={FORMAT}")
+        connection.execute("COMMIT")
+    except sqlite3.Error:
+        connection.execute("ROLLBACK")
+        raise
+
+
+def _check_format(connection: sqlite3.Connection, path: Path) -> None:
+    application = connection.execute("PRAGMA application_id").fetchone()[0]
+    if application != APPLICATION_ID:
+        connection.close()
+        raise JournalError(f"{path} is an SQLite file but not a gyre store (application_id {application:#x})")
+    found = connection.execute("PRAGMA user_version").fetchone()[0]
+    if found != FORMAT:
+        connection.close()
+        raise JournalError(
+            f"store {path} has format {found}, this gyre reads format {FORMAT}; use the gyre that wrote it"
+        )

@@ -1,0 +1,1 @@
+"""The trainer: rollouts, units, a TRL-based trainer, publication. Needs the extra `[train]`."""

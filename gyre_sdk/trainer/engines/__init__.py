@@ -1,0 +1,1 @@
+"""Inference engines that gyre drives: the embedded one and vLLM."""

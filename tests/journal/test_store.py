@@ -1,0 +1,235 @@
+"""The store: durable when the future resolves, exact when read back, one terminal state per run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gyre_sdk.errors import JournalError
+from gyre_sdk.journal import CallIntent, Journal, TokenChunk
+from gyre_sdk.records import (
+    AttemptRecord,
+    CallId,
+    CallStatus,
+    ForkReason,
+    LaneId,
+    LaneRecord,
+    RunId,
+    RunRecord,
+    RunStatus,
+    Sampling,
+    VersionSpan,
+)
+
+RUN, LANE = RunId("r1"), LaneId("l1")
+
+
+def open_run(journal: Journal, run: str = RUN, lane: str = LANE) -> None:
+    journal.open_run(
+        RunRecord(run=RunId(run), task="t", created_at=1.0, group=None),
+        LaneRecord(lane=LaneId(lane), run=RunId(run), role="main", name="main", parent=None, created_at=1.0),
+        f"digest-{lane}",
+    ).result()
+
+
+def intent(call: str, prompt: list[int], *, parent: str | None = None, shared: int = 0) -> CallIntent:
+    return CallIntent(
+        call=CallId(call),
+        run=RUN,
+        lane=LANE,
+        role="main",
+        parent=CallId(parent) if parent else None,
+        fork_reason=ForkReason.CLIENT_EDIT if parent and shared < 3 else None,
+        shared=shared,
+        prompt_ids=prompt,
+        sampling=Sampling(temperature=0.5, max_tokens=7, extra={"min_p": 0.1}),
+        request={"model": "policy", "x_unknown": {"a": [1]}},
+        messages=[{"role": "system", "content": "s"}, {"role": "user", "content": call}],
+        received_at=2.0,
+    )
+
+
+def record(journal: Journal, call: CallIntent, sampled: list[int]) -> None:
+    journal.call_received(call).result()
+    spans = [VersionSpan(3, 0, len(sampled))] if sampled else []
+    journal.call_ended(
+        call.call,
+        CallStatus.COMPLETE,
+        at=3.0,
+        sampled=TokenChunk(0, sampled, [-0.5] * len(sampled), spans),
+        finish_reason="stop",
+        answer={"role": "assistant", "content": "é"},
+    ).result()
+    journal.call_delivered(call.call).result()
+
+
+def test_call_comes_back_exactly(tmp_path: Path) -> None:
+    with Journal(tmp_path / "s.db") as journal:
+        open_run(journal)
+        record(journal, intent("c1", [1, 2, 3]), [4, 5])
+        record(journal, intent("c2", [1, 2, 3, 4, 5, 6], parent="c1", shared=5), [7])
+        record(journal, intent("c3", [1, 2, 9], parent="c2", shared=2), [8])
+    with Journal(tmp_path / "s.db", "r") as journal:
+        calls = {call.call: call for call in journal.calls()}
+        assert calls["c2"].prompt_ids == [1, 2, 3, 4, 5, 6]
+        assert calls["c3"].prompt_ids == [1, 2, 9]
+        assert calls["c3"].fork_reason is ForkReason.CLIENT_EDIT
+        assert calls["c1"].sampled_ids == [4, 5] and calls["c1"].versions == [VersionSpan(3, 0, 2)]
+        assert calls["c1"].sampling.extra == {"min_p": 0.1}
+        assert calls["c1"].status is CallStatus.DELIVERED
+        exchange = journal.exchanges(RUN)[0]
+        assert exchange.messages[1] == {"role": "user", "content": "c1"}
+        assert exchange.answer == {"role": "assistant", "content": "é"}
+        assert exchange.request["x_unknown"] == {"a": [1]}
+        assert journal.call_summaries()[1].version == 3
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 20), st.lists(st.integers(0, 99), max_size=5)), min_size=1, max_size=12))
+def test_any_tree_of_prompts_is_stored_without_loss(
+    tmp_path_factory: pytest.TempPathFactory, plan: list[tuple[int, list[int]]]
+) -> None:
+    path = tmp_path_factory.mktemp("store") / "s.db"
+    expected: dict[str, list[int]] = {}
+    wholes: list[tuple[str, list[int]]] = []
+    with Journal(path) as journal:
+        open_run(journal)
+        for number, (choice, tokens) in enumerate(plan):
+            name = f"c{number}"
+            if wholes:
+                parent, whole = wholes[choice % len(wholes)]
+                shared = min(choice, len(whole))
+                prompt = [*whole[:shared], 1000 + number, *tokens]
+                record(journal, intent(name, prompt, parent=parent, shared=shared), tokens)
+            else:
+                prompt = [7, *tokens]
+                record(journal, intent(name, prompt), tokens)
+            expected[name] = prompt
+            wholes.append((name, prompt + tokens))
+    with Journal(path, "r") as journal:
+        assert {call.call: call.prompt_ids for call in journal.calls()} == expected
+
+
+def test_a_long_run_is_stored_once(tmp_path: Path) -> None:
+    """200 calls that each re-send the whole history cost bytes for new tokens only."""
+    with Journal(tmp_path / "s.db") as journal:
+        open_run(journal)
+        whole: list[int] = []
+        for number in range(200):
+            prompt = whole + list(range(100))
+            record(
+                journal,
+                intent(f"c{number}", prompt, parent=f"c{number - 1}" if number else None, shared=len(whole)),
+                [1] * 20,
+            )
+            whole = prompt + [1] * 20
+    stored = (
+        sqlite3.connect(tmp_path / "s.db")
+        .execute("SELECT sum(length(prompt_delta) + length(sampled)) FROM call")
+        .fetchone()[0]
+    )
+    assert stored == 4 * len(whole)
+
+
+def test_run_ends_once(tmp_path: Path) -> None:
+    with Journal(tmp_path / "s.db") as journal:
+        open_run(journal)
+        journal.end_run(RUN, RunStatus.COMPLETED, at=2.0, reward=0.5).result()
+        journal.end_run(RUN, RunStatus.COMPLETED, at=9.0, reward=0.9).result()
+        with pytest.raises(JournalError, match="already ended as completed"):
+            journal.end_run(RUN, RunStatus.CANCELLED, at=2.0).result()
+        assert journal.run(RUN).reward == 0.5  # type: ignore[union-attr]
+
+
+def test_one_bad_write_does_not_spoil_its_neighbours(tmp_path: Path) -> None:
+    with Journal(tmp_path / "s.db") as journal:
+        open_run(journal)
+        good = journal.call_received(intent("c1", [1]))
+        bad = journal.call_received(intent("c1", [2]))
+        later = journal.call_received(intent("c2", [3]))
+        good.result()
+        later.result()
+        with pytest.raises(JournalError, match="refused"):
+            bad.result()
+        assert [call.prompt_ids for call in journal.calls()] == [[1], [3]]
+
+
+def test_open_call_shows_its_durable_tokens_and_attempts(tmp_path: Path) -> None:
+    with Journal(tmp_path / "s.db") as journal:
+        open_run(journal)
+        journal.call_received(intent("c1", [1, 2])).result()
+        attempt = AttemptRecord(CallId("c1"), 0, "http://a", "req-0", 0, 0, "open")
+        journal.call_dispatched(attempt).result()
+        journal.tokens_sampled(CallId("c1"), TokenChunk(0, [5, 6], [-1.0, None], [VersionSpan(1, 0, 2)])).result()
+        journal.tokens_sampled(CallId("c1"), TokenChunk(2, [7], [-2.0], [VersionSpan(2, 2, 3)])).result()
+        call = next(journal.calls())
+        assert call.status is CallStatus.STREAMING and call.sampled_ids == [5, 6, 7]
+        assert call.logprobs == [-1.0, None, -2.0]
+        journal.attempt_ended(AttemptRecord(CallId("c1"), 0, "http://a", "req-0", 0, 3, "broken")).result()
+        assert journal.attempts("c1")[0].end == "broken"
+
+
+def test_entries_replay_in_order(tmp_path: Path) -> None:
+    with Journal(tmp_path / "s.db") as journal:
+        for number in range(5):
+            journal.append("ledger", "step", {"n": number}, at=float(number)).result()
+        journal.append("other", "x", None, at=0.0).result()
+        found = journal.entries("ledger", after=2)
+        assert [entry.at for entry in found] == [2.0, 3.0, 4.0]
+
+
+def test_foreign_and_missing_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match="does not exist"):
+        Journal(tmp_path / "none.db", "r")
+    sqlite3.connect(tmp_path / "other.db").execute("CREATE TABLE t (x)")
+    with pytest.raises(JournalError, match="not a gyre store"):
+        Journal(tmp_path / "other.db")
+    (tmp_path / "text.db").write_text("hello world, this is not a database at all" * 100)
+    with pytest.raises(JournalError, match="cannot be opened"):
+        Journal(tmp_path / "text.db")
+
+
+def test_what_resolved_survives_kill_9(tmp_path: Path) -> None:
+    """A writer killed without warning leaves every call whose future had resolved, and a store that opens."""
+    program = textwrap.dedent(
+        """
+        import sys
+        sys.path.insert(0, sys.argv[2])
+        from test_store import intent, open_run
+        from gyre_sdk.journal import Journal
+        journal = Journal(sys.argv[1])
+        open_run(journal)
+        for number in range(100000):
+            journal.call_received(intent(f"c{number}", [number])).result()
+            print(number, flush=True)
+        """
+    )
+    path = tmp_path / "s.db"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(path), str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    seen = [int(process.stdout.readline()) for _ in range(50)]
+    os.kill(process.pid, signal.SIGKILL)
+    seen += [int(line) for line in process.stdout.read().split()]
+    process.wait()
+    with Journal(path) as journal:
+        stored = [call.prompt_ids[0] for call in journal.calls()]
+        assert stored[: len(seen)] == seen
+        assert len(stored) - len(seen) <= 1
+
+
+def test_two_processes_write_one_store(tmp_path: Path) -> None:
+    with Journal(tmp_path / "s.db") as one, Journal(tmp_path / "s.db") as two:
+        futures = [(one if number % 2 else two).append("s", "k", number, at=0.0) for number in range(200)]
+        assert len({future.result() for future in futures}) == 200
+        assert len(one.entries("s")) == 200
