@@ -1,1 +1,73 @@
-"""TODO docstring."""
+"""gyre: train long-running agents.
+
+agent call -> proxy -> tokens -> replica -> record -> tree -> score -> select -> unit -> loss -> gradient -> step
+-> publish -> replicas -> proxy routing
+
+Names load when they are first used, so that `import gyre_sdk` costs nothing and never loads torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gyre_sdk.harness.hooks import Hooks, LaneInfo
+    from gyre_sdk.harness.limits import Limits
+    from gyre_sdk.harness.proxy.server import ProxySettings
+    from gyre_sdk.harness.service import ServiceClient
+    from gyre_sdk.harness.session import Session as session
+    from gyre_sdk.harness.session import serve
+    from gyre_sdk.harness.task import Task
+    from gyre_sdk.harness.workspace import WorkspacePool
+    from gyre_sdk.journal import Journal
+    from gyre_sdk.records import ExecResult, RunResult, RunStatus, Score
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ExecResult": "gyre_sdk.records",
+    "Hooks": "gyre_sdk.harness.hooks",
+    "Journal": "gyre_sdk.journal",
+    "LaneInfo": "gyre_sdk.harness.hooks",
+    "Limits": "gyre_sdk.harness.limits",
+    "ProxySettings": "gyre_sdk.harness.proxy.server",
+    "RunResult": "gyre_sdk.records",
+    "RunStatus": "gyre_sdk.records",
+    "Score": "gyre_sdk.records",
+    "ServiceClient": "gyre_sdk.harness.service",
+    "Task": "gyre_sdk.harness.task",
+    "WorkspacePool": "gyre_sdk.harness.workspace",
+    "serve": "gyre_sdk.harness.session",
+    "session": "gyre_sdk.harness.session:Session",
+}
+
+__all__ = [
+    "ExecResult",
+    "Hooks",
+    "Journal",
+    "LaneInfo",
+    "Limits",
+    "ProxySettings",
+    "RunResult",
+    "RunStatus",
+    "Score",
+    "ServiceClient",
+    "Task",
+    "WorkspacePool",
+    "serve",
+    "session",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gyre_sdk' has no attribute {name!r}")
+    module, _, attribute = _HOMES[name].partition(":")
+    value = getattr(importlib.import_module(module), attribute or name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

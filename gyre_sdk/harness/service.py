@@ -1,0 +1,175 @@
+"""Client of the recording service's control API: open runs and lanes, close them, end them.
+
+The service is the proxy process. Agents' model calls go to it with their own SDK and a capability key; this client
+carries the service key, which never leaves the process that opens sessions.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+import msgspec
+
+from gyre_sdk.errors import ServiceError
+from gyre_sdk.harness.limits import Limits
+from gyre_sdk.records import RunStatus
+
+
+class OpenedRun(msgspec.Struct, frozen=True):
+    """A run that is on record, with its main lane."""
+
+    run: str
+    lane: str
+    api_key: str
+    """Capability key: names the run and the lane to the proxy. A secret of the agent."""
+    base_url: str
+    """OpenAI base URL, ending in `/v1`."""
+    version: int
+    """Policy version being served."""
+
+
+class OpenedLane(msgspec.Struct, frozen=True):
+    """A further lane of a run."""
+
+    lane: str
+    api_key: str
+    base_url: str
+
+
+class ClosedRun(msgspec.Struct, frozen=True):
+    """What a run has used once no further call is accepted."""
+
+    calls: int
+    sampled_tokens: int
+
+
+class ServiceClient:
+    """Speaks to one recording service; waits `patience` seconds for one that is being restarted.
+
+    Raises (all methods): `ServiceError` when the service cannot be reached or refuses.
+    """
+
+    def __init__(self, url: str, service_key: str, *, timeout: float = 30.0, patience: float = 30.0) -> None:
+        self.url = url.rstrip("/")
+        self._patience = patience
+        self._http = httpx.Client(
+            base_url=f"{self.url}/gyre/v1",
+            headers={"authorization": f"Bearer {service_key}"},
+            timeout=timeout,
+            limits=httpx.Limits(max_connections=256, max_keepalive_connections=64),
+        )
+        self.model_http = httpx.Client(
+            timeout=httpx.Timeout(600.0, connect=5.0),
+            limits=httpx.Limits(max_connections=512, max_keepalive_connections=128),
+        )
+        """Connections for the agents' SDK clients: shared, since each new pool costs ~10 ms to make."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+        self.model_http.close()
+
+    def open_run(
+        self,
+        *,
+        task: str,
+        group: str | None,
+        member: int,
+        owner: str,
+        metadata: dict[str, Any],
+        dispatch_version: int | None,
+        limits: Limits,
+    ) -> OpenedRun:
+        """Put a run on record and open its main lane."""
+        body = {
+            "task": task,
+            "group": group,
+            "member": member,
+            "owner": owner,
+            "metadata": metadata,
+            "dispatch_version": dispatch_version,
+            "limits": {"tokens": limits.tokens, "turns": limits.turns, "seconds": limits.seconds},
+        }
+        return msgspec.json.decode(self._send("POST", "/runs", body), type=OpenedRun)
+
+    def open_lane(self, run: str, *, role: str, name: str, parent: str, takes_over: bool = False) -> OpenedLane:
+        """Open a further lane. With `takes_over`, calls made with the parent's key go to it until `release_lane`."""
+        body = {"role": role, "name": name, "parent": parent, "takes_over": takes_over}
+        return msgspec.json.decode(self._send("POST", f"/runs/{run}/lanes", body), type=OpenedLane)
+
+    def release_lane(self, run: str, lane: str) -> None:
+        """Give the parent's key back to the parent lane."""
+        self._send("POST", f"/runs/{run}/lanes/{lane}/release", {})
+
+    def close_run(self, run: str, *, seconds: float) -> ClosedRun:
+        """Refuse further calls of a run; wait at most `seconds` for those in flight, then abort them."""
+        body = self._send("POST", f"/runs/{run}/close", {"seconds": seconds}, timeout=seconds + 30.0)
+        return msgspec.json.decode(body, type=ClosedRun)
+
+    def end_run(
+        self,
+        run: str,
+        status: RunStatus,
+        *,
+        reward: float | None,
+        parts: dict[str, float],
+        error: str | None,
+        placeholder: bool,
+    ) -> None:
+        """Record the run's terminal state."""
+        body = {"status": status, "reward": reward, "parts": parts, "error": error, "placeholder": placeholder}
+        self._send("POST", f"/runs/{run}/end", body)
+
+    def status(self) -> dict[str, Any]:
+        """Return what the service says of itself: version, replicas, calls in flight."""
+        found: dict[str, Any] = msgspec.json.decode(self._send("GET", "/status"))
+        return found
+
+    def set_replicas(self, replicas: list[dict[str, Any]]) -> None:
+        """Set the table of replicas: `url` and `version` each."""
+        self._send("PUT", "/replicas", {"replicas": replicas})
+
+    def _send(self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> bytes:
+        content = None if body is None else msgspec.json.encode(body)
+        response = self._patiently(method, path, content, timeout)
+        if response.status_code >= 400:
+            raise ServiceError(
+                f"recording service {self.url} refused {method} {path} ({response.status_code}): {response.text[:300]}"
+            )
+        return response.content
+
+    def _patiently(self, method: str, path: str, content: bytes | None, timeout: float | None) -> httpx.Response:
+        """Send, and wait out a restart of the service: a request that never arrived is sent again for a while.
+
+        A request that may have arrived is sent again too unless it opens something: closing and ending are
+        idempotent, opening is not.
+        """
+        give_up = time.monotonic() + self._patience
+        while True:
+            try:
+                return self._http.request(
+                    method,
+                    path,
+                    content=content,
+                    headers={"content-type": "application/json"},
+                    timeout=httpx.USE_CLIENT_DEFAULT if timeout is None else timeout,
+                )
+            except httpx.HTTPError as error:
+                repeatable = isinstance(error, httpx.ConnectError) or not path.endswith(("/runs", "/lanes"))
+                if not repeatable or time.monotonic() > give_up:
+                    raise ServiceError(
+                        f"recording service {self.url} did not answer {method} {path}: {type(error).__name__}: {error};"
+                        " is `gyre serve` running there?"
+                    ) from error
+            time.sleep(0.2)
