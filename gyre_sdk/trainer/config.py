@@ -1,0 +1,221 @@
+"""The settings of `gyre-train CONFIG.toml`: one frozen struct per section.
+
+Relative paths are resolved against the config file's folder. Names of the loss and the optimizer are TRL's and
+transformers' (`GRPOConfig`, `TrainingArguments`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from gyre_sdk import settings
+from gyre_sdk.errors import SettingsError
+
+ENVIRONMENT_PREFIX = "GYRE_TRAIN"
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class LoraConfig(msgspec.Struct, frozen=True):
+    """Train low-rank adapters (peft) in place of the full weights; publications are merged."""
+
+    r: Positive = 16
+    """Rank."""
+    alpha: Positive = 32
+    dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
+    target_modules: str | list[str] = "all-linear"
+
+
+class PolicyConfig(msgspec.Struct, frozen=True):
+    """The policy that starts."""
+
+    model: Path
+    """Hugging Face model folder, with its tokenizer. Its weights are version 0."""
+    lora: LoraConfig | None = None
+
+
+class TasksConfig(msgspec.Struct, frozen=True):
+    """What the policy is trained on. Exactly one of `loader` and `folder`."""
+
+    loader: str | None = None
+    """`module:function` returning a sequence of `Task`; called with `options`."""
+    folder: Path | None = None
+    """Glob of Harbor task folders, for example `tasks/*`."""
+    options: dict[str, Any] = {}
+    seed: int = 0
+    """Seed of the order of tasks."""
+
+    def __post_init__(self) -> None:
+        if (self.loader is None) == (self.folder is None):
+            raise ValueError("give exactly one of loader and folder")
+        _check_reference(self.loader, "loader")
+
+
+class AgentConfig(msgspec.Struct, frozen=True):
+    """The user's agent."""
+
+    function: str
+    """`module:function`; called as `function(agent, task, **options)` inside a session."""
+    options: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        _check_reference(self.function, "function")
+
+
+class RolloutConfig(msgspec.Struct, frozen=True):
+    """How runs are made."""
+
+    groups_per_step: Positive = 8
+    """B: groups that one step consumes."""
+    runs_per_group: Annotated[int, msgspec.Meta(ge=2)] = 8
+    """N: runs of one task whose rewards are compared."""
+    concurrency: Positive = 16
+    """Runs at a time."""
+    staleness: NotNegative = 1
+    """phi: steps by which dispatch may run ahead of training beyond a burst; 0 waits for every publication."""
+    publish_every: Positive = 1
+    """mu: steps of a burst, after which new weights are published."""
+    workspace: Literal["docker", "local", "auto"] = "docker"
+    workspace_options: dict[str, Any] = {}
+    """Passed to `WorkspacePool`, for example `reuse`."""
+    timeout_s: Seconds | None = None
+    """Wall time of a run; its work so far is scored. None: the task's own limit."""
+    turns: Positive | None = None
+    """Calls of a run, all lanes together."""
+    tokens: Positive | None = None
+    """Prompt plus sampled tokens of a run."""
+    success_at: float = 1.0
+    """Reward from which a run counts as a full success."""
+
+
+class TrainConfig(msgspec.Struct, frozen=True):
+    """How the policy is trained."""
+
+    steps: Positive = 20
+    learning_rate: Annotated[float, msgspec.Meta(gt=0)] = 1e-6
+    schedule: Literal["linear", "constant", "cosine", "constant_with_warmup"] = "linear"
+    warmup_steps: NotNegative = 0
+    final_learning_rate: Fraction = 0.0
+    """Fraction of `learning_rate` that the linear and cosine schedules end at."""
+    betas: tuple[Annotated[float, msgspec.Meta(ge=0, lt=1)], Annotated[float, msgspec.Meta(ge=0, lt=1)]] = (0.9, 0.999)
+    weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    """0 does not clip."""
+    epsilon: Annotated[float, msgspec.Meta(gt=0)] = 0.2
+    epsilon_high: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """None: as `epsilon`."""
+    loss_type: Literal["run_mean", "dapo", "dr_grpo"] = "run_mean"
+    """`run_mean`: mean over a run's tokens, then over runs (arXiv:2609.33848); the others as in TRL."""
+    max_completion_length: Positive = 1024
+    """Constant of `dr_grpo`."""
+    importance_sampling: Literal["bypass", "truncate"] = "bypass"
+    """`bypass`: clip against the log-probs at sampling. `truncate`: weigh by the ratio to them, cut at the cap."""
+    importance_sampling_cap: Annotated[float, msgspec.Meta(gt=0)] = 2.0
+    negative_advantage_scale: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    """Factor on negative advantages."""
+    scale_rewards: Literal["group", "none"] = "group"
+    """`group` divides by the group's standard deviation."""
+    j_max: NotNegative = 5
+    """Trajectories selected from a run at most; 0 for all."""
+    micro_batch_tokens: Positive = 8192
+    """Tokens of a forward pass, padding included; a longer row goes alone."""
+    threads: NotNegative = 1
+    """CPU threads of torch in the trainer; 0 leaves torch's choice."""
+    seed: int = 0
+    save_every: Positive = 1
+    """Steps between checkpoints."""
+    keep_checkpoints: Positive = 2
+
+
+class EngineConfig(msgspec.Struct, frozen=True):
+    """What serves the policy."""
+
+    kind: Literal["embedded", "vllm"] = "embedded"
+    url: str | None = None
+    """Of a running vLLM server; rollouts only."""
+    publish: bool = True
+    """Publish new weights; must be false with `vllm` for now."""
+    port: NotNegative = 0
+    """0 takes a free one."""
+    threads: NotNegative = 1
+    max_batch: Positive = 64
+    request_log: Path | None = None
+    """File where the engine logs what it was sent and sampled."""
+    options: list[str] = []
+    """Further arguments of the engine's command line."""
+
+    def __post_init__(self) -> None:
+        if self.kind == "vllm" and self.publish:
+            raise ValueError(
+                "publication to vllm is not there yet: set engine.publish = false (rollouts and evaluation only), or"
+                " engine.kind = 'embedded' to train"
+            )
+        if (self.kind == "vllm") != (self.url is not None):
+            raise ValueError("url belongs to kind = 'vllm': give both, for example url = 'http://127.0.0.1:8000'")
+
+
+class ProxyConfig(msgspec.Struct, frozen=True):
+    """The recording proxy."""
+
+    port: NotNegative = 0
+    """0 takes a free one."""
+    renderer: str = "auto"
+    """Renderer between messages and tokens, for example `qwen3`."""
+    renderer_options: dict[str, Any] = {}
+    options: list[str] = []
+    """Further arguments of `gyre serve`."""
+
+
+class StoreConfig(msgspec.Struct, frozen=True):
+    """Where everything is recorded."""
+
+    path: Path
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    """Where checkpoints and logs go."""
+
+    dir: Path
+
+
+class TrainerConfig(msgspec.Struct, frozen=True):
+    """All of it."""
+
+    policy: PolicyConfig
+    tasks: TasksConfig
+    agent: AgentConfig
+    store: StoreConfig
+    output: OutputConfig
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    engine: EngineConfig = EngineConfig()
+    proxy: ProxyConfig = ProxyConfig()
+
+
+def load_config(path: Path | str, overrides: list[str] | dict[str, Any] | None = None) -> TrainerConfig:
+    """Read a config file, `GYRE_TRAIN__SECTION__KEY` variables and `section.key=value` arguments.
+
+    Raises:
+        SettingsError: a key or value is wrong, or the model folder is not one.
+    """
+    config = settings.load(TrainerConfig, path, overrides or [], prefix=ENVIRONMENT_PREFIX)
+    if not (config.policy.model / "config.json").is_file():
+        raise SettingsError(
+            f"policy.model = {str(config.policy.model)!r} in {path}: no model is there (config.json is missing);"
+            " give a Hugging Face model folder"
+        )
+    return config
+
+
+def _check_reference(reference: str | None, key: str) -> None:
+    if reference is None:
+        return
+    module, colon, function = reference.partition(":")
+    if not (module and colon and function.isidentifier()):
+        raise ValueError(f"{key} = {reference!r} is not module:function, for example my_agent:run")

@@ -1,0 +1,76 @@
+"""The config of gyre-train: what it accepts and what it says otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gyre_sdk.errors import SettingsError
+from gyre_sdk.trainer.config import load_config
+
+MINIMAL = """
+[policy]
+model = "model"
+[tasks]
+loader = "some_module:tasks"
+[agent]
+function = "some_module:agent"
+[store]
+path = "out/store.db"
+[output]
+dir = "out"
+"""
+
+
+def write(folder: Path, text: str = MINIMAL) -> Path:
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "config.json").write_text("{}")
+    path = folder / "train.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_minimal_config_has_defaults_and_absolute_paths(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path))
+    assert config.policy.model == tmp_path / "model"
+    assert config.store.path == tmp_path / "out" / "store.db"
+    assert config.train.loss_type == "run_mean"
+    assert config.rollout.workspace == "docker"
+
+
+def test_overrides_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GYRE_TRAIN__TRAIN__LEARNING_RATE", "6e-4")
+    config = load_config(write(tmp_path), ["train.steps=3", "train.betas=[0.9, 0.95]"])
+    assert (config.train.steps, config.train.learning_rate, config.train.betas) == (3, 6e-4, (0.9, 0.95))
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("train.learning_rat=1", ["train.learning_rat", "did you mean 'learning_rate'?"]),
+        ("train.steps=0", ["train.steps = 0", ">= 1"]),
+        ("train.loss_type=grpo", ["train.loss_type = 'grpo'"]),
+        ("rollout.runs_per_group=1", ["rollout.runs_per_group = 1", ">= 2"]),
+        ("agent.function=nothing", ["function = 'nothing' is not module:function"]),
+        ("tasks.folder=x", ["exactly one of loader and folder"]),
+        ("engine.url=http://x", ["url belongs to kind = 'vllm'"]),
+    ],
+)
+def test_wrong_values(tmp_path: Path, override: str, parts: list[str]) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_config(write(tmp_path), [override])
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_vllm_serves_but_is_not_published_to(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + "[engine]\nkind = 'vllm'\nurl = 'http://127.0.0.1:1'\n")
+    with pytest.raises(SettingsError, match=r"engine\.publish = false"):
+        load_config(path)
+    assert load_config(path, ["engine.publish=false"]).engine.kind == "vllm"
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"policy\.model = .*nomodel.*config\.json is missing"):
+        load_config(write(tmp_path), ["policy.model=nomodel"])
