@@ -1,0 +1,185 @@
+"""Units: sealed micro-steps of training work, made from closed groups of recorded runs.
+
+    calls of each run (journal) -> tree -> bounded selection -> weights and advantage -> rows -> units
+
+A unit never changes once it is sealed: its id is a hash of its content, and sealing the same record with the same
+settings gives the same id, in any process. Its coefficients do not depend on the batch it ends up in: weights sum to 1
+over a run, and the division by the number of runs happens when the batch is closed.
+
+Promise 9 of the design: whatever is recorded and not trained is counted, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gyre_sdk.credit import Baseline, GroupCredit, group_credit, trajectories
+from gyre_sdk.journal.reader import Reader
+from gyre_sdk.records import CallRecord, RunRecord, Sampling, TrajectoryRecord
+from gyre_sdk.tree import RunTree, SampledCall
+
+NOT_REPRODUCIBLE = "call_sampling"
+"""Counted calls: the trainer cannot compute the distribution they were sampled from."""
+_NEUTRAL: tuple[object, ...] = (None, 0, 0.0, False, {}, [])
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A trajectory as the trainer takes it. K targets."""
+
+    run: str
+    leaf: str
+    role: str
+    ids: NDArray[np.int32]
+    """Token ids of the path."""
+    targets: NDArray[np.int32]
+    """Path positions of the owned tokens, (K,), ascending."""
+    weights: NDArray[np.float64]
+    """Loss weight per target, (K,); sums to 1 over the rows of a run."""
+    logprobs: NDArray[np.float64]
+    """Behaviour log-prob (nats) per target, (K,)."""
+    versions: NDArray[np.int32]
+    """Version that sampled each target, (K,)."""
+    advantage: float
+    """Advantage of the run, on every row unsplit."""
+
+    @classmethod
+    def from_record(cls, record: TrajectoryRecord) -> Row | None:
+        """Take a selected trajectory; None for one without targets or without an advantage."""
+        targets = np.flatnonzero(np.asarray(record.owned)).astype(np.int32)
+        if record.advantage is None or not len(targets):
+            return None
+        return cls(
+            run=record.run,
+            leaf=record.leaf,
+            role=record.role,
+            ids=np.asarray(record.path_ids, dtype=np.int32),
+            targets=targets,
+            weights=np.asarray(record.weights, dtype=np.float64)[targets],
+            logprobs=np.asarray(record.logprobs, dtype=np.float64)[targets],
+            versions=np.asarray(record.versions, dtype=np.int32)[targets],
+            advantage=float(record.advantage),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Rows that are trained in one go, with frozen coefficients."""
+
+    id: str
+    """Hash of the content."""
+    group: str
+    rows: tuple[Row, ...]
+    runs: int
+    """Runs whose first row is here: over all units of a batch, each run counts once."""
+    tokens: int
+    """Targets."""
+
+
+@dataclass(frozen=True, slots=True)
+class SealedGroup:
+    """What a closed group gives to training."""
+
+    group: str
+    units: tuple[Unit, ...]
+    credit: GroupCredit
+    dropped: Counter[str] = field(default_factory=Counter)
+    """What is recorded and not trained: `group_flat`, `group_too_small`, `run_unscored`, `run_without_targets`
+    (runs), `call_<reason>` (calls)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sealer:
+    """Makes units of closed groups."""
+
+    j_max: int | None = 5
+    """Most trajectories of a run; None for all."""
+    seed: int = 0
+    """Of the selection; each run draws from it and its own id."""
+    baseline: Baseline = Baseline.SAMPLE_STD
+    unit_tokens: int = 0
+    """Path tokens after which a unit is full; 0 makes one unit of a group."""
+
+    def seal(self, journal: Reader, group: str, runs: Sequence[str]) -> SealedGroup:
+        """Read a group's runs from the store and seal what can be trained.
+
+        Args:
+            runs: the runs that make up the group; others of its record (cancelled ones) are left out.
+        """
+        wanted = set(runs)
+        records = [record for record in journal.runs(group=group) if record.run in wanted]
+        return self.seal_records(group, records, lambda run: journal.calls(run))
+
+    def seal_records(
+        self, group: str, runs: Sequence[RunRecord], calls_of: Callable[[str], Iterable[CallRecord]]
+    ) -> SealedGroup:
+        """Seal from records."""
+        credit = group_credit(runs, baseline=self.baseline)
+        dropped: Counter[str] = Counter()
+        unscored = len(runs) - credit.scored - credit.placeholders
+        if unscored:
+            dropped["run_unscored"] = unscored
+        if credit.dropped is not None:
+            dropped[f"group_{credit.dropped}"] = 1
+            return SealedGroup(group, (), credit, dropped)
+        rows: list[Row] = []
+        for run in sorted(runs, key=lambda record: (record.member, record.run)):
+            advantage = credit.advantages.get(run.run)
+            if advantage is None:
+                continue
+            calls = [_sampled(call, dropped) for call in calls_of(run.run)]
+            for reason, count in RunTree.from_calls(calls).untrained_counts().items():
+                if reason != "excluded":  # counted above, by its cause
+                    dropped[f"call_{reason}"] += count
+            found = trajectories(run.run, calls, j_max=self.j_max, seed=self.seed, advantage=advantage)
+            kept = [row for row in map(Row.from_record, found) if row is not None]
+            dropped["run_without_targets"] += not kept
+            rows += kept
+        return SealedGroup(group, tuple(self._units(group, rows)), credit, +dropped)
+
+    def _units(self, group: str, rows: Sequence[Row]) -> list[Unit]:
+        units: list[Unit] = []
+        seen: set[str] = set()
+        start = 0
+        size = 0
+        for stop, row in enumerate(rows, 1):
+            size += len(row.ids)
+            if stop == len(rows) or (self.unit_tokens and size >= self.unit_tokens):
+                part = tuple(rows[start:stop])
+                fresh = {kept.run for kept in part} - seen
+                seen |= fresh
+                units.append(Unit(digest(part), group, part, len(fresh), sum(len(kept.targets) for kept in part)))
+                start, size = stop, 0
+        return units
+
+
+def reproducible(sampling: Sampling) -> bool:
+    """Tell whether the sampling distribution was the model's own, which is the one that the trainer computes."""
+    if sampling.temperature != 1.0 or sampling.top_p != 1.0 or sampling.top_k > 0:
+        return False
+    return all(
+        value in _NEUTRAL or (name == "repetition_penalty" and value == 1.0) for name, value in sampling.extra.items()
+    )
+
+
+def digest(rows: Iterable[Row]) -> str:
+    """Return the hash of rows: every number that the gradient depends on."""
+    found = blake2b(digest_size=16)
+    for row in rows:
+        for text in (row.run, row.leaf, row.role, repr(row.advantage)):
+            found.update(text.encode() + b"\0")
+        for array in (row.ids, row.targets, row.weights, row.logprobs, row.versions):
+            found.update(len(array).to_bytes(8, "little") + array.tobytes())
+    return found.hexdigest()
+
+
+def _sampled(call: CallRecord, dropped: Counter[str]) -> SampledCall:
+    exact = reproducible(call.sampling)
+    dropped[NOT_REPRODUCIBLE] += not exact
+    return SampledCall.from_record(call, excluded=not exact)

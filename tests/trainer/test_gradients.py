@@ -1,0 +1,319 @@
+"""The gradient of a batch: equal to TRL's on the same rows, and independent of how the work is cut."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_policy import VOCAB, gradient, random_row, relative, tiny_model, unit_of
+from transformers.models.qwen3 import modeling_qwen3
+from trl import GRPOConfig, GRPOTrainer
+
+from gyre_sdk.trainer.loss import SUMS, Totals, denominator
+from gyre_sdk.trainer.trainer import TreeGRPOConfig, TreeGRPOTrainer
+from gyre_sdk.trainer.units import Row, Unit
+
+MAX_COMPLETION = 40
+
+
+@contextmanager
+def pure64() -> Iterator[None]:
+    """Undo transformers' casts to float32 inside the norm and the rotary embedding."""
+
+    def norm(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        variance = hidden.pow(2).mean(-1, keepdim=True)
+        return self.weight * hidden * torch.rsqrt(variance + self.variance_epsilon)
+
+    def rotary(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        size = self.inv_freq.shape[0] * 2
+        base = self.config.rope_parameters["rope_theta"]
+        inverse = 1.0 / (base ** (torch.arange(0, size, 2, dtype=torch.float64) / size))
+        angles = position_ids[..., None].double() * inverse
+        both = torch.cat([angles, angles], -1)
+        return both.cos(), both.sin()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling_qwen3.Qwen3RMSNorm, "forward", norm)
+        patch.setattr(modeling_qwen3.Qwen3RotaryEmbedding, "forward", rotary)
+        yield
+
+
+def ours(model: Any, units: list[Unit], folder: Path, **options: Any) -> torch.Tensor:
+    """The gradient that one training step leaves, before clipping."""
+    return step(make_trainer(model, folder, **options), units)
+
+
+def step(trainer: TreeGRPOTrainer, units: list[Unit]) -> torch.Tensor:
+    trainer._batches = lambda step: units
+    trainer.model.zero_grad()
+    trainer.training_step(trainer.model, {"step": 0})
+    return gradient(trainer.model)
+
+
+def trls(model: Any, rows: list[Row], folder: Path, tokenizer: Any, **options: Any) -> torch.Tensor:
+    """The gradient of TRL's GRPOTrainer on the same rows, in one micro-batch: prompts left, completions right padded."""
+    args = GRPOConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=len(rows),
+        num_generations=len(rows),
+        max_completion_length=MAX_COMPLETION,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        beta=0.0,
+        report_to=[],
+        **options,
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=lambda **_: [0.0],
+        args=args,
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list([{"prompt": "a"}]),
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    if next(model.parameters()).dtype == torch.float64:  # TRL's tiled LM head computes in float32
+        trainer._get_per_token_logps_and_entropies = plain_logps
+    first = [int(row.targets[0]) for row in rows]
+    prompt = max(first)
+    completion = max(len(row.ids) - start for row, start in zip(rows, first, strict=True))
+    shape = (len(rows), completion)
+    prompt_ids = torch.zeros(len(rows), prompt, dtype=torch.long)
+    prompt_mask = torch.zeros_like(prompt_ids)
+    completion_ids = torch.zeros(shape, dtype=torch.long)
+    completion_mask, tool_mask = torch.zeros_like(completion_ids), torch.zeros_like(completion_ids)
+    old = torch.zeros(shape, dtype=torch.float64)
+    for place, (row, start) in enumerate(zip(rows, first, strict=True)):
+        ids = torch.from_numpy(row.ids.astype(np.int64))
+        prompt_ids[place, prompt - start :] = ids[:start]
+        prompt_mask[place, prompt - start :] = 1
+        completion_ids[place, : len(ids) - start] = ids[start:]
+        completion_mask[place, : len(ids) - start] = 1
+        tool_mask[place, row.targets - start] = 1
+        old[place, row.targets - start] = torch.from_numpy(row.logprobs)
+    dtype = next(model.parameters()).dtype
+    inputs = {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "completion_ids": completion_ids,
+        "completion_mask": completion_mask,
+        "tool_mask": tool_mask,
+        "old_per_token_logps": old.to(dtype),
+        "advantages": torch.tensor([row.advantage for row in rows], dtype=dtype),
+        "num_items_in_batch": tool_mask.sum(),
+    }
+    model.train()
+    model.zero_grad()
+    trainer._compute_loss(model, inputs).backward()
+    return gradient(model)
+
+
+def plain_logps(
+    model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor, None]:
+    logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
+    logps = logits.log_softmax(-1)
+    picked = logps.gather(-1, input_ids[:, -logits_to_keep:, None]).squeeze(-1)
+    return picked, torch.zeros_like(picked).detach(), None
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{index}": index for index in range(VOCAB)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), pad_token="w0", eos_token="w2"
+    )
+
+
+def some_rows(model: Any, seed: int = 1) -> list[Row]:
+    rng = np.random.default_rng(seed)
+    shapes = [(7, 12, 1.3), (20, 5, -0.7), (3, 25, 0.4), (11, 1, -1.5)]
+    return [
+        random_row(rng, f"r{place}", prompt=prompt, sampled=sampled, advantage=advantage, model=model)
+        for place, (prompt, sampled, advantage) in enumerate(shapes)
+    ]
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "dr_grpo"])
+@pytest.mark.parametrize("epsilon_high", [None, 0.28])
+def test_gradients_equal_trls_in_float32(
+    tmp_path: Path, tokenizer: Any, loss_type: str, epsilon_high: float | None
+) -> None:
+    model = tiny_model()
+    rows = some_rows(model)
+    options = {"loss_type": loss_type, "epsilon": 0.2, "epsilon_high": epsilon_high}
+    theirs = trls(copy.deepcopy(model), rows, tmp_path, tokenizer, **options)
+    found = ours(
+        model, [unit_of(rows[:1]), unit_of(rows[1:])], tmp_path, max_completion_length=MAX_COMPLETION, **options
+    )
+    assert theirs.norm() > 1e-3
+    assert relative(found, theirs) < 1e-6
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "dr_grpo"])
+def test_gradients_equal_trls_in_float64(tmp_path: Path, tokenizer: Any, loss_type: str) -> None:
+    with pure64():
+        model = tiny_model(dtype=torch.float64)
+        rows = some_rows(model)
+        theirs = trls(copy.deepcopy(model), rows, tmp_path, tokenizer, loss_type=loss_type)
+        found = ours(model, [unit_of(rows)], tmp_path, max_completion_length=MAX_COMPLETION, loss_type=loss_type)
+    assert relative(found, theirs) < 1e-10
+
+
+def test_some_tokens_are_clipped_in_these_rows(tmp_path: Path) -> None:
+    """The comparisons above would prove little if no ratio left the clip range."""
+    model = tiny_model()
+    trainer = make_trainer(model, tmp_path)
+    sums = dict(zip(SUMS, trainer._accumulate(unit_of(some_rows(model))).tolist(), strict=True))
+    assert sums["clipped_low"] > 0 and sums["clipped_high"] > 0
+    assert sums["clipped_low"] + sums["clipped_high"] < sums["targets"]
+
+
+def make_trainer(model: Any, folder: Path, **options: Any) -> TreeGRPOTrainer:
+    args = TreeGRPOConfig(output_dir=str(folder), max_steps=1, use_cpu=True, report_to=[], **options)
+    return TreeGRPOTrainer(model, args, lambda step: [])
+
+
+def split_row(row: Row, at: list[int]) -> list[Row]:
+    """Cut a row's targets over several rows with the same path: each target stays with exactly one."""
+    bounds = [0, *sorted(at), len(row.targets)]
+    return [
+        replace(
+            row,
+            leaf=f"{row.leaf}-{start}",
+            ids=row.ids[: row.targets[stop - 1] + 1],
+            targets=row.targets[start:stop],
+            weights=row.weights[start:stop],
+            logprobs=row.logprobs[start:stop],
+            versions=row.versions[start:stop],
+        )
+        for start, stop in pairwise(bounds)
+        if stop > start
+    ]
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_no_cut_of_the_work_changes_the_gradient(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Promises 4 and 5: runs cut into rows, rows spread over units, units in any order, any micro-batch size."""
+    folder = tmp_path_factory.mktemp("cut")
+    with pure64():
+        model = tiny_model(dtype=torch.float64)
+        rows = some_rows(model)
+        trainer = make_trainer(model, folder)
+        wanted = step(trainer, [unit_of(rows)])
+        pieces = [
+            piece
+            for row in rows
+            for piece in split_row(row, data.draw(st.lists(st.integers(0, len(row.targets)), max_size=3)))
+        ]
+        random.Random(data.draw(st.integers(0, 99))).shuffle(pieces)
+        units, seen = [], set()
+        while pieces:
+            size = data.draw(st.integers(1, len(pieces)))
+            part, pieces = pieces[:size], pieces[size:]
+            units.append(unit_of(part, runs=len({row.run for row in part} - seen)))
+            seen |= {row.run for row in part}
+        trainer.args.micro_batch_tokens = data.draw(st.integers(1, 200))
+        found = step(trainer, units)
+    assert relative(found, wanted) < 1e-12
+
+
+def test_a_row_weighted_loss_would_be_caught(tmp_path: Path) -> None:
+    """Negative control for the test above: without the weights, cutting does change the gradient."""
+    model = tiny_model()
+    rows = some_rows(model)
+    cut = [*split_row(rows[0], [3, 6]), *rows[1:]]
+    wrong = [replace(row, weights=np.full(len(row.targets), 1 / len(row.targets))) for row in cut]
+    assert relative(ours(model, [unit_of(wrong)], tmp_path), ours(model, [unit_of(rows)], tmp_path)) > 0.01
+
+
+def test_a_run_weighs_the_same_whatever_its_length(tmp_path: Path) -> None:
+    """Doubling every target of a run (another sampling event with equal numbers) leaves the gradient as it is."""
+    model = tiny_model()
+    rows = some_rows(model)
+    half = [replace(rows[0], leaf=leaf, weights=rows[0].weights / 2) for leaf in ("a", "b")]
+    assert relative(ours(model, [unit_of([*half, *rows[1:]])], tmp_path), ours(model, [unit_of(rows)], tmp_path)) < 1e-6
+
+
+@pytest.mark.parametrize("loss_type", ["run_mean", "dapo", "dr_grpo"])
+def test_truncated_importance_sampling_is_a_weighted_policy_gradient(tmp_path: Path, loss_type: str) -> None:
+    model = tiny_model()
+    rows = some_rows(model)
+    cap = 1.1
+    found = ours(
+        model,
+        [unit_of(rows)],
+        tmp_path,
+        loss_type=loss_type,
+        importance_sampling="truncate",
+        importance_sampling_cap=cap,
+        max_completion_length=MAX_COMPLETION,
+    )
+    model.zero_grad()
+    loss = torch.zeros(())
+    totals = Totals(runs=len(rows), rows=len(rows), targets=sum(len(row.targets) for row in rows))
+    for row in rows:
+        logps = model(input_ids=torch.from_numpy(row.ids.astype(np.int64))[None]).logits[0].log_softmax(-1)
+        label = torch.from_numpy(row.ids[row.targets].astype(np.int64))
+        logp = logps[row.targets - 1].gather(-1, label[:, None]).squeeze(-1)
+        weight = (logp.detach() - torch.from_numpy(row.logprobs).float()).exp().clamp(max=cap)
+        coefficient = torch.from_numpy(row.weights).float() if loss_type == "run_mean" else 1.0
+        loss = loss - (row.advantage * weight * logp * coefficient).sum()
+    options = make_trainer(model, tmp_path, loss_type=loss_type, max_completion_length=MAX_COMPLETION)._options
+    (loss / denominator(options, totals)).backward()
+    assert relative(found, gradient(model)) < 1e-5
+
+
+def test_negative_advantages_can_be_scaled(tmp_path: Path) -> None:
+    model = tiny_model()
+    rows = some_rows(model)
+    by_hand = [replace(row, advantage=row.advantage * (0.5 if row.advantage < 0 else 1.0)) for row in rows]
+    found = ours(model, [unit_of(rows)], tmp_path, negative_advantage_scale=0.5)
+    assert relative(found, ours(model, [unit_of(by_hand)], tmp_path)) < 1e-6
+
+
+def test_a_head_with_scaled_logits_is_run_whole(tmp_path: Path) -> None:
+    """Cohere multiplies its logits: taking the head's matrix alone would be silently wrong."""
+    from transformers import CohereConfig, CohereForCausalLM
+
+    torch.manual_seed(0)
+    model = CohereForCausalLM(
+        CohereConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            logit_scale=0.25,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=0,
+        )
+    ).eval()
+    rows = [random_row(np.random.default_rng(0), "r", prompt=4, sampled=6, advantage=1.0, model=model, noise=0.0)]
+    sums = dict(zip(SUMS, make_trainer(model, tmp_path)._accumulate(unit_of(rows)).tolist(), strict=True))
+    assert sums["ratio"] / sums["targets"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_large_head_is_projected_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    rows = some_rows(model)
+    wanted = ours(model, [unit_of(rows)], tmp_path)
+    monkeypatch.setattr("gyre_sdk.trainer.attention.flat._LOGITS_AT_ONCE", 5 * VOCAB)
+    assert relative(ours(model, [unit_of(rows)], tmp_path), wanted) < 1e-6
