@@ -177,6 +177,14 @@ class Reader:
             )
         ]
 
+    def run_totals(self, run: str) -> tuple[int, int]:
+        """Return how many calls of a run have an answer, and how many tokens they sampled."""
+        row = self._rows(
+            "SELECT count(*), coalesce(sum(length(sampled)), 0) FROM call WHERE run=? AND status IN (?,?)",
+            (run, CallStatus.COMPLETE, CallStatus.DELIVERED),
+        )[0]
+        return row[0], row[1] // 4
+
     def exchanges(self, run: str) -> list[RecordedExchange]:
         """Return a run's requests and answers as messages, in the order received."""
         found = self._rows(

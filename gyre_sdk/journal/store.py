@@ -170,8 +170,10 @@ class Journal(Reader):
 
         return self._submit(write)
 
-    def attempt_ended(self, attempt: AttemptRecord, lost: TokenChunk | None = None) -> Future[None]:
-        """Record how an engine request ended; `lost` keeps the tokens that a restart gave up."""
+    def attempt_ended(
+        self, attempt: AttemptRecord, lost: TokenChunk | None = None, kept: TokenChunk | None = None
+    ) -> Future[None]:
+        """Record how an engine request ended; `lost` holds the tokens that were given up, `kept` those before them."""
 
         def write(db: sqlite3.Connection) -> None:
             db.execute(
@@ -180,6 +182,11 @@ class Journal(Reader):
             )
             if lost is not None:
                 db.execute("DELETE FROM chunk WHERE call=?", (attempt.call,))
+            if kept is not None:
+                db.execute(
+                    "INSERT INTO chunk VALUES (?,?,?,?,?)",
+                    (attempt.call, kept.start, ids_blob(kept.ids), logprobs_blob(kept.logprobs), _pack(kept.versions)),
+                )
 
         return self._submit(write)
 

@@ -55,7 +55,7 @@ class Writer:
                 batch.append(self._queue.get())
             if batch[-1] is None or None in batch:
                 open_ = False
-            self._commit([item for item in batch if item is not None])
+            self._commit([item for item in batch if item is not None and item[1].set_running_or_notify_cancel()])
 
     def _commit(self, batch: list[tuple[Callable[[sqlite3.Connection], Any], Future[Any]]]) -> None:
         if not batch:

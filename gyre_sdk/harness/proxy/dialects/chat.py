@@ -1,0 +1,199 @@
+"""OpenAI chat completions: answers, streams and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from gyre_sdk.errors import ProtocolError
+from gyre_sdk.harness.proxy.dialects import AnswerStream, Choice, Dialect, TokenText
+from gyre_sdk.harness.proxy.dialects.canonical import Answer, ModelRequest
+from gyre_sdk.harness.proxy.dialects.chat_request import parse_chat
+from gyre_sdk.harness.proxy.sse import encode_data
+
+_encode = msgspec.json.Encoder().encode
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+
+class ChatCompletions(Dialect):
+    """`POST /v1/chat/completions`."""
+
+    name = "chat"
+
+    def parse(self, body: bytes) -> ModelRequest:
+        """See `Dialect.parse`."""
+        return parse_chat(body)
+
+    def body(self, request: ModelRequest, name: str, at: float, choices: Sequence[Choice], prompt_tokens: int) -> bytes:
+        """See `Dialect.body`."""
+        sampled = sum(choice.completion_tokens for choice in choices)
+        return _encode(
+            {
+                "id": f"chatcmpl-{name}",
+                "object": "chat.completion",
+                "created": int(at),
+                "model": request.model,
+                "choices": [_choice(index, choice) for index, choice in enumerate(choices)],
+                "usage": _usage(prompt_tokens, sampled),
+                "system_fingerprint": None,
+            }
+        )
+
+    def stream(self, request: ModelRequest, name: str, at: float) -> AnswerStream:
+        """See `Dialect.stream`."""
+        return ChatStream(request, name, at)
+
+    def error(self, error: ProtocolError) -> bytes:
+        """See `Dialect.error`."""
+        return _encode(_error(error))
+
+
+class ChatStream(AnswerStream):
+    """Chunks of a streamed chat completion.
+
+    Content is shown as far as it cannot change any more: white space at its end and a text that may turn out to be a
+    stop string or a thinking tag wait for the next update. Tool calls come whole, id and name first.
+    """
+
+    def __init__(self, request: ModelRequest, name: str, at: float) -> None:
+        self._head = {"id": f"chatcmpl-{name}", "object": "chat.completion.chunk", "created": int(at)}
+        self._model = request.model
+        self._usage = request.include_usage
+        self._stops = request.sampling.stop
+        self._choices = request.n
+        self._sent = [Answer()] * request.n
+
+    def start(self) -> bytes:
+        """See `AnswerStream.start`."""
+        return b"".join(
+            self._chunk(index, {"role": "assistant", "content": ""}, None) for index in range(self._choices)
+        )
+
+    def update(self, index: int, partial: Answer, tokens: Sequence[TokenText] = ()) -> bytes:
+        """See `AnswerStream.update`."""
+        shown = Answer(self._settled(partial.content), partial.reasoning.rstrip().rstrip("\ufffd"))
+        return self._deltas(index, shown, tokens)
+
+    def finish(self, index: int, choice: Choice, tokens: Sequence[TokenText] = ()) -> bytes:
+        """See `AnswerStream.finish`."""
+        out = [self._deltas(index, choice.answer, ())]
+        for place, call in enumerate(choice.answer.tool_calls):
+            head = {
+                "index": place,
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": ""},
+            }
+            out.append(self._chunk(index, {"tool_calls": [head]}, None))
+            if call.arguments:
+                tail = {"index": place, "function": {"arguments": call.arguments}}
+                out.append(self._chunk(index, {"tool_calls": [tail]}, None))
+        out.append(self._chunk(index, {}, choice.finish, tokens))
+        return b"".join(out)
+
+    def end(self, prompt_tokens: int, completion_tokens: int) -> bytes:
+        """See `AnswerStream.end`."""
+        usage = b""
+        if self._usage:
+            chunk = {
+                **self._head,
+                "model": self._model,
+                "choices": [],
+                "usage": _usage(prompt_tokens, completion_tokens),
+            }
+            usage = encode_data(_encode(chunk))
+        return usage + encode_data(b"[DONE]")
+
+    def error(self, error: ProtocolError) -> bytes:
+        """See `AnswerStream.error`."""
+        return encode_data(_encode(_error(error)))
+
+    def _deltas(self, index: int, shown: Answer, tokens: Sequence[TokenText]) -> bytes:
+        sent = self._sent[index]
+        out: list[bytes] = []
+        reasoning, content = sent.reasoning, sent.content
+        if len(shown.reasoning) > len(reasoning) and shown.reasoning.startswith(reasoning):
+            out.append(self._chunk(index, {"reasoning_content": shown.reasoning[len(reasoning) :]}, None))
+            reasoning = shown.reasoning
+        if len(shown.content) > len(content) and shown.content.startswith(content):
+            out.append(self._chunk(index, {"content": shown.content[len(content) :]}, None, tokens))
+            content, tokens = shown.content, ()
+        if tokens:
+            out.append(self._chunk(index, {}, None, tokens))
+        self._sent[index] = Answer(content, reasoning)
+        return b"".join(out)
+
+    def _settled(self, content: str) -> str:
+        text = content.rstrip().rstrip("\ufffd")
+        if "<think>".startswith(text):
+            return ""
+        return text[: settled_length(text, self._stops)].rstrip()
+
+    def _chunk(self, index: int, delta: dict[str, Any], finish: str | None, tokens: Sequence[TokenText] = ()) -> bytes:
+        choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": finish}
+        if tokens:
+            choice["logprobs"] = {"content": [_token(token) for token in tokens], "refusal": None}
+        return encode_data(_encode({**self._head, "model": self._model, "choices": [choice]}))
+
+
+def settled_length(text: str, stops: Sequence[str]) -> int:
+    """Return how much of a text ends before anything that may be the start of a stop string."""
+    end = len(text)
+    for stop in stops:
+        found = text.find(stop)
+        if found >= 0:
+            end = min(end, found)
+        for size in range(min(len(stop) - 1, len(text)), 0, -1):
+            if text.endswith(stop[:size]):
+                end = min(end, len(text) - size)
+                break
+    return end
+
+
+def _choice(index: int, choice: Choice) -> dict[str, Any]:
+    answer = choice.answer
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": answer.content if answer.content or not answer.tool_calls else None,
+        "refusal": None,
+    }
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in answer.tool_calls
+        ]
+    logprobs = {"content": [_token(token) for token in choice.tokens], "refusal": None} if choice.tokens else None
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
+
+
+def _token(token: TokenText) -> dict[str, Any]:
+    return {
+        "token": token.text,
+        "logprob": -9999.0 if token.logprob is None else token.logprob,
+        "bytes": list(token.raw),
+        "top_logprobs": [],
+    }
+
+
+def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def _error(error: ProtocolError) -> dict[str, Any]:
+    kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}

@@ -1,0 +1,148 @@
+"""Durability of one call on the asyncio side: what is written when, and who waits for it.
+
+One wait covers intent and attempt, one covers the end; sampled tokens are written while they come, one write at a
+time, so that a slow disk makes larger writes and not a longer queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from gyre_sdk.errors import GyreError
+from gyre_sdk.harness.proxy.exchange import Exchange, PersistAttemptEnd, PersistEnd, cut_spans
+from gyre_sdk.journal import CallIntent, Journal, TokenChunk
+from gyre_sdk.records import AttemptRecord, CallId, VersionSpan
+
+
+class CallLog:
+    """Writes one call into the store.
+
+    Args:
+        journal: the store.
+        call: whose record this is.
+        stored: called in the event loop with the number of tokens that have become durable.
+        failed: called in the event loop when a write of tokens was refused.
+        interval: seconds between writes of tokens that nobody waits for.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        call: CallId,
+        stored: Callable[[int], None],
+        failed: Callable[[str], None],
+        interval: float,
+    ) -> None:
+        self._journal = journal
+        self._call = call
+        self._stored = stored
+        self._failed = failed
+        self._interval = interval
+        self._loop = asyncio.get_running_loop()
+        self._waiting: list[Future[Any]] = []
+        self._written = 0
+        self._writing = False
+        self._wrote_at = self._loop.time()
+
+    def intent(self, intent: CallIntent) -> None:
+        """Write the intent; the next wait covers it."""
+        self._waiting.append(self._journal.call_received(intent))
+
+    async def attempt(self, attempt: AttemptRecord) -> None:
+        """Write an attempt and wait until it and everything before it is durable."""
+        self._waiting.append(self._journal.call_dispatched(attempt))
+        await self.settle()
+
+    def attempt_end(self, end: PersistAttemptEnd, exchange: Exchange) -> None:
+        """Write an attempt's end, and what the call keeps when tokens are given up."""
+        lost = kept = None
+        if end.lost_ids:
+            spans: list[VersionSpan] = list(end.lost_spans)
+            lost = TokenChunk(end.keep, list(end.lost_ids), list(end.lost_logprobs), spans)
+            if end.keep:
+                kept = TokenChunk(0, list(exchange.ids), list(exchange.logprobs), list(exchange.spans))
+            self._written = end.keep
+        self._waiting.append(self._journal.attempt_ended(end.attempt, lost, kept))
+
+    def resume(self, written: int) -> None:
+        """Take over a call of which `written` tokens are durable."""
+        self._written = written
+
+    def tokens(self, exchange: Exchange, *, watched: bool) -> None:
+        """Write the call's tokens beyond those written, at once when an agent watches, else now and then."""
+        ids, logprobs = exchange.ids, exchange.logprobs
+        now = self._loop.time()
+        if self._writing or len(ids) <= self._written or not (watched or now - self._wrote_at >= self._interval):
+            return
+        start, self._written, self._writing, self._wrote_at = self._written, len(ids), True, now
+        upto = self._written
+        spans = cut_spans(exchange.known_spans(), start, upto)
+        future = self._journal.tokens_sampled(self._call, TokenChunk(start, ids[start:], logprobs[start:], spans))
+        future.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._token_write_done, done, upto))
+
+    async def end(
+        self,
+        end: PersistEnd,
+        exchange: Exchange,
+        *,
+        at: float,
+        finish: str | None,
+        answer: dict[str, Any] | None,
+    ) -> None:
+        """Write the terminal record and wait until it is durable."""
+        self._waiting.append(
+            self._journal.call_ended(
+                self._call,
+                end.status,
+                at=at,
+                sampled=TokenChunk(0, exchange.ids, exchange.logprobs, exchange.known_spans()),
+                finish_reason=finish,
+                answer=answer,
+                error=end.error,
+            )
+        )
+        await self.settle()
+
+    async def settle(self) -> None:
+        """Wait until everything written is durable.
+
+        Raises:
+            JournalError: the store refused one of the writes.
+        """
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            await durable(waiting[-1])
+            for future in waiting:
+                problem = future.exception()
+                if problem is not None:
+                    raise problem
+
+    def _token_write_done(self, done: Future[None], upto: int) -> None:
+        self._writing = False
+        problem = done.exception()
+        if problem is None:
+            self._stored(upto)
+        elif isinstance(problem, GyreError):
+            self._failed(str(problem))
+
+
+async def durable(future: Future[Any]) -> Any:
+    """Wait for a write. Cancelling the wait does not cancel the write.
+
+    Raises:
+        JournalError: the store refused it.
+    """
+    if not future.done():
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(_wake, waiter))
+        await waiter
+    return future.result()
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

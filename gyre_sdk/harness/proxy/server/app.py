@@ -1,0 +1,192 @@
+"""The proxy as a server: in the foreground (`gyre serve`) or in a thread of the process that uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from gyre_sdk.errors import GyreError, ProtocolError, ServiceError
+from gyre_sdk.harness.proxy.dialects.chat import ChatCompletions
+from gyre_sdk.harness.proxy.render import Template, load_template
+from gyre_sdk.harness.proxy.server.agents import Agents
+from gyre_sdk.harness.proxy.server.conduct import Services
+from gyre_sdk.harness.proxy.server.control import Control
+from gyre_sdk.harness.proxy.server.fleet import Fleet
+from gyre_sdk.harness.proxy.server.settings import HistoryPolicy, ProxySettings, new_key
+from gyre_sdk.harness.proxy.server.state import Registry
+from gyre_sdk.harness.proxy.upstream import Upstream
+from gyre_sdk.journal import Journal
+
+log = logging.getLogger(__name__)
+_RETRY_AFTER = "5"
+_START_LIMIT = 60.0
+
+
+class ProxyServer:
+    """One proxy: a store, a model's template, replicas, and an HTTP server.
+
+    Args:
+        settings: what to serve.
+        template: takes the place of the model's own, for models that no renderer covers.
+
+    Raises:
+        SettingsError: the model folder or the renderer is wrong (on construction).
+        JournalError: the store cannot be opened (on start).
+    """
+
+    def __init__(self, settings: ProxySettings, template: Template | None = None) -> None:
+        self.settings = settings
+        self.service_key = settings.service_key or new_key()
+        self.url = ""
+        """`http://host:port` once started."""
+        keep_all = {"thinking_retention": "all", **settings.renderer_options}
+        options = {HistoryPolicy.BRIDGE: keep_all, HistoryPolicy.AS_TEMPLATE: settings.renderer_options}
+        self._templates = {
+            policy: template or load_template(settings.model, settings.renderer, given, settings.context)
+            for policy, given in options.items()
+        }
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+
+    async def serve(self, started: Callable[[str], None] = lambda url: None) -> None:
+        """Serve until `stop` is called or the task is cancelled; `started` gets the address."""
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        upstream = Upstream(versions=self.settings.version_labels, token=self.settings.replica_token)
+        journal = await asyncio.to_thread(Journal, self.settings.store)
+        await upstream.open()
+        fleet = Fleet(upstream, self.settings.replicas)
+        tasks: set[asyncio.Task[None]] = set()
+
+        def spawn(work: Any) -> asyncio.Task[None]:
+            task: asyncio.Task[None] = asyncio.ensure_future(work)
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            return task
+
+        services = Services(self.settings, journal, self._templates, fleet, spawn)
+        registry = Registry(journal, self.settings)
+        control = Control(services, registry, self.service_key)
+        runner = web.AppRunner(
+            _application(self.settings, Agents(services, registry), control), access_log=None, auto_decompress=False
+        )
+        try:
+            await runner.setup()
+            try:
+                site = web.TCPSite(runner, self.settings.host, self.settings.port, backlog=1024)
+                await site.start()
+            except OSError as error:
+                raise ServiceError(
+                    f"cannot listen on {self.settings.host}:{self.settings.port}: {error}; choose another port"
+                ) from error
+            self.url = f"http://{self.settings.host}:{runner.addresses[0][1]}"
+            control.url = (self.settings.public_url or self.url).rstrip("/")
+            spawn(fleet.watch())
+            started(self.url)
+            await self._stop.wait()
+            await self._drain(registry)
+        finally:
+            await runner.cleanup()
+            for task in list(tasks):
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await fleet.close()
+            await upstream.close()
+            await asyncio.to_thread(journal.close)
+
+    def stop(self) -> None:
+        """Stop serving: calls in flight get the settings' grace, then their durable tokens wait for the next start."""
+        if self._loop is not None and self._stop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stop.set)
+        if self._thread is not None:
+            self._thread.join()
+
+    def start_in_thread(self) -> ProxyServer:
+        """Serve in a thread of this process; return when the address is known.
+
+        Raises:
+            GyreError: what kept the server from starting.
+        """
+        ready = threading.Event()
+        problems: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                asyncio.run(self.serve(lambda url: ready.set()))
+            except BaseException as error:  # boundary: the thread's caller gets it
+                problems.append(error)
+            finally:
+                ready.set()
+
+        self._thread = threading.Thread(target=run, name="gyre proxy", daemon=True)
+        self._thread.start()
+        if not ready.wait(_START_LIMIT):
+            raise ServiceError(f"the proxy did not start within {_START_LIMIT:.0f} s")
+        if problems:
+            problem = problems[0]
+            raise problem if isinstance(problem, GyreError) else ServiceError(f"the proxy did not start: {problem}")
+        return self
+
+    async def _drain(self, registry: Registry) -> None:
+        live = [call for run in registry.runs for call in run.live]
+        try:
+            async with asyncio.timeout(self.settings.grace):
+                for call in live:
+                    await call.stopped()
+        except TimeoutError:
+            log.warning("stopped with calls in flight; their durable tokens are in the store")
+
+
+def _application(settings: ProxySettings, agents: Agents, control: Control) -> web.Application:
+    app = web.Application(client_max_size=settings.max_body, middlewares=[_errors])
+    app.add_routes([web.get("/health", _health), *agents.routes(), *control.routes()])
+    return app
+
+
+async def _health(request: web.Request) -> web.Response:
+    return web.json_response({"status": "ok"})
+
+
+@web.middleware
+async def _errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except ProtocolError as error:
+        return _refusal(request, error)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        problem = ProtocolError(
+            f"{request.method} {request.path}: {error.reason.lower()}",
+            status=error.status,
+            code=_CODES.get(error.status, "http_error"),
+        )
+        return _refusal(request, problem)
+    except ConnectionError:
+        raise
+    except Exception:  # boundary: a defect of ours is an error of one request, not of the server
+        log.exception("%s %s failed", request.method, request.path)
+        return _refusal(request, ProtocolError("internal error", status=500, code="internal_error", retryable=True))
+
+
+_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+_CHAT = ChatCompletions()
+
+
+def _refusal(request: web.Request, error: ProtocolError) -> web.Response:
+    headers = {"Content-Type": "application/json", "x-should-retry": "true" if error.retryable else "false"}
+    if error.status == 503:
+        headers["Retry-After"] = _RETRY_AFTER
+    if request.path.startswith("/v1/"):
+        body = _CHAT.error(error)
+    else:
+        body = msgspec.json.encode({"error": {"message": str(error), "code": error.code, "param": error.param}})
+    return web.Response(status=error.status, body=body, headers=headers)

@@ -1,0 +1,344 @@
+"""Carries out one call: executes the commands of its `Exchange` against replicas and the store."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from gyre_sdk.errors import GyreError, ProtocolError, RenderError, ReplicaError
+from gyre_sdk.harness.proxy.dialects import Answer, Choice, ModelRequest, TokenText
+from gyre_sdk.harness.proxy.dialects.chat import settled_length
+from gyre_sdk.harness.proxy.exchange import (
+    FINISHES,
+    AbortAttempt,
+    Broken,
+    Cancelled,
+    Command,
+    Deliver,
+    Delivered,
+    Ended,
+    Event,
+    Exchange,
+    Fail,
+    FindReplica,
+    Finished,
+    PersistAttempt,
+    PersistAttemptEnd,
+    PersistDelivered,
+    PersistEnd,
+    PersistIntent,
+    PersistTokens,
+    Ready,
+    Rejected,
+    Release,
+    Routed,
+    Sampled,
+    Send,
+    Stored,
+    StoreFailed,
+    Unserved,
+)
+from gyre_sdk.harness.proxy.recorder import CallLog
+from gyre_sdk.harness.proxy.render import Template
+from gyre_sdk.harness.proxy.server.fleet import Fleet
+from gyre_sdk.harness.proxy.server.settings import HistoryPolicy, ProxySettings
+from gyre_sdk.harness.proxy.upstream import Refused
+from gyre_sdk.journal import CallIntent, Journal
+from gyre_sdk.records import CallStatus
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What carrying out a call needs."""
+
+    settings: ProxySettings
+    journal: Journal
+    templates: Mapping[HistoryPolicy, Template]
+    """How the model writes conversations, under each history policy."""
+    fleet: Fleet
+    spawn: Callable[[Any], asyncio.Task[None]]
+    """Starts a supervised task."""
+
+    @property
+    def template(self) -> Template:
+        """Return the template for what does not depend on the policy: parsing, text, limits."""
+        return self.templates[self.settings.history]
+
+
+class LiveCall:
+    """A call in this process: in flight, or ended and kept for its retries."""
+
+    def __init__(self, services: Services, request: ModelRequest, intent: CallIntent, exchange: Exchange) -> None:
+        self.request = request
+        self.intent = intent
+        self.exchange = exchange
+        self.prompt_tokens = len(intent.prompt_ids)
+        self.answer: Answer | None = None
+        self.finish: str | None = None
+        self.watchers = 0
+        """Connections that stream this call now."""
+        self.on_complete: Callable[[LiveCall], None] = lambda call: None
+        """Called once, before anyone learns that the call is complete."""
+        self._services = services
+        self._log: CallLog | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._cancelled: str | None = None
+        self._failure: Fail | None = None
+        self._changed: asyncio.Event = asyncio.Event()
+
+    # -- what connections see ----------------------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        """Whether the call has ended, well or badly, for the agent."""
+        return self._failure is not None or self.exchange.status in (CallStatus.COMPLETE, CallStatus.DELIVERED)
+
+    @property
+    def error(self) -> ProtocolError | None:
+        """What the agent is told when the call ended badly."""
+        fail = self._failure
+        if fail is None:
+            return None
+        return ProtocolError(fail.message, status=fail.status, code=fail.code, retryable=fail.retryable)
+
+    def changes(self) -> asyncio.Event:
+        """Return what is set at the next change; take it before looking."""
+        return self._changed
+
+    def partial(self) -> tuple[Answer, int]:
+        """Return what may be shown by now, and the number of tokens behind it."""
+        upto = self.exchange.released
+        if self.request.sampling.stop:
+            upto = self._clean(upto)
+        ids = self.exchange.ids[:upto]
+        return self._parse(ids, final=False), upto
+
+    def choice(self) -> Choice:
+        """Return the finished answer."""
+        tokens = self.token_texts(0, len(self.exchange.ids)) if self.request.logprobs else None
+        return Choice(self.answer or Answer(), self.finish or "stop", len(self.exchange.ids), tokens)
+
+    def token_texts(self, start: int, end: int) -> tuple[TokenText, ...]:
+        """Return sampled tokens as agents may ask to see them."""
+        pairs = zip(self.exchange.ids[start:end], self.exchange.logprobs[start:end], strict=True)
+        texts = [(self._services.template.text([token]), logprob) for token, logprob in pairs]
+        return tuple(TokenText(text, text.encode(), logprob) for text, logprob in texts)
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    @property
+    def started(self) -> bool:
+        """Whether the call runs, or has run, in this process."""
+        return self._task is not None
+
+    def start(self, ended: Callable[[], object]) -> None:
+        """Begin; the call runs to its end whatever happens to the agent's connection, then `ended` is called."""
+        self._log = CallLog(
+            self._services.journal, self.exchange.call, self._stored, self._store_failed, self._services.settings.flush
+        )
+        self._log.resume(len(self.exchange.ids))
+        self._task = self._services.spawn(self._run())
+        self._task.add_done_callback(lambda _: ended())
+
+    def restore(self, answer: Answer, finish: str) -> None:
+        """Take a recorded end instead of running."""
+        self.answer, self.finish = answer, finish
+
+    def cancel(self, message: str) -> None:
+        """End the call without an answer."""
+        if self._task is not None and not self.exchange.ending and self._cancelled is None:
+            self._cancelled = message
+            self._task.cancel()
+
+    async def ended(self) -> None:
+        """Wait for the end, whatever it is."""
+        while not self.done:
+            await self._changed.wait()
+
+    async def stopped(self) -> None:
+        """Wait until the call's own task has ended; its record is durable then."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    def delivered(self) -> None:
+        """Note that the end of the answer reached a connection."""
+        if self.exchange.handle(Delivered()):
+            self._services.journal.call_delivered(self.exchange.call)
+
+    async def _run(self) -> None:
+        try:
+            await self._steps()
+        except Exception:  # boundary: top of a supervised task; the agent must not wait for ever
+            log.exception("call %s failed", self.exchange.call)
+            self._failure = Fail(500, "internal_error", "the service failed to carry out the call", True)
+            self._notify()
+
+    async def _steps(self) -> None:
+        todo: deque[Command] = deque(self.exchange.start())
+        while todo:
+            command = todo.popleft()
+            try:
+                event = await self._execute(command)
+            except asyncio.CancelledError:
+                if self._cancelled is None or self.exchange.ending:
+                    raise
+                task = asyncio.current_task()
+                if task is not None:
+                    task.uncancel()
+                event = Cancelled(self._cancelled)
+            except GyreError as error:
+                log.error("call %s: %s", self.exchange.call, error)
+                event = StoreFailed(str(error))
+                todo.clear()
+            if event is not None:
+                todo.extend(self.exchange.handle(event))
+
+    async def _execute(self, command: Command) -> Event | None:
+        writes = self._log
+        assert writes is not None
+        exchange = self.exchange
+        match command:
+            case PersistIntent():
+                writes.intent(self.intent)
+            case FindReplica():
+                return await self._find(command)
+            case PersistAttempt():
+                await writes.attempt(command.attempt)
+                return Ready()
+            case Send():
+                return await self._send(command)
+            case PersistTokens():
+                writes.tokens(exchange, watched=self.watchers > 0 and exchange.live)
+            case PersistAttemptEnd():
+                writes.attempt_end(command, exchange)
+            case PersistEnd():
+                await self._end(command)
+                return Ended()
+            case AbortAttempt():
+                attempt = command.attempt
+                self._services.spawn(self._services.fleet.upstream.abort(attempt.replica, attempt.request_id))
+            case Fail():
+                self._failure = command
+                self._notify()
+            case Deliver() | Release():
+                self._notify()
+            case PersistDelivered():
+                pass  # asked for by `delivered`, outside the run of the call
+        return None
+
+    async def _find(self, command: FindReplica) -> Event:
+        if command.delay:
+            await asyncio.sleep(command.delay)
+        patience = self._services.settings.patience
+        replica = await self._services.fleet.find(self.intent.run, command.avoid, patience)
+        if replica is None:
+            return Unserved(patience)
+        return Routed(
+            replica.url, replica.version, f"{self.exchange.call}-{self.exchange.attempts}-{secrets.token_hex(4)}"
+        )
+
+    async def _send(self, command: Send) -> Event:
+        fleet, attempt = self._services.fleet, command.attempt
+        load = self.prompt_tokens + self.exchange.sampling.max_tokens
+        fleet.routes.opened(attempt.replica, load)
+        pieces = fleet.upstream.generate(
+            attempt.replica,
+            request_id=attempt.request_id,
+            ids=[*self.intent.prompt_ids, *command.sampled],
+            sampling=self.exchange.sampling,
+            stop_ids=self.exchange.sampling.stop_token_ids,
+            max_tokens=command.max_tokens,
+            salt=str(command.version),
+            version=command.version,
+            interval=1 if self.request.stream else self._services.settings.gather,
+        )
+        try:
+            async for piece in pieces:
+                if piece.ids:
+                    for write in self.exchange.handle(Sampled(piece.ids, piece.logprobs)):
+                        await self._execute(write)
+                if piece.finish in FINISHES:
+                    return Finished(piece.finish, piece.stop_reason, piece.spans)
+                if piece.finish is not None:
+                    aborted = piece.finish == "abort"
+                    return Broken(f"the engine ended with {piece.finish}", aborted, piece.spans, self._clean())
+        except Refused as error:
+            return Rejected(error.status, str(error))
+        except ReplicaError as error:
+            fleet.suspect(attempt.replica)
+            return Broken(str(error), clean=self._clean())
+        finally:
+            await pieces.aclose()
+            fleet.routes.closed(attempt.replica, load)
+        return Broken("the stream ended", clean=self._clean())
+
+    async def _end(self, command: PersistEnd) -> None:
+        writes, exchange = self._log, self.exchange
+        assert writes is not None
+        if command.status is CallStatus.COMPLETE:
+            self.answer = self._parse(exchange.ids, final=True)
+            calls = bool(self.answer.tool_calls) and command.finish == "stop"
+            self.finish = "tool_calls" if calls else command.finish
+        await writes.end(
+            command,
+            exchange,
+            at=time.time(),
+            finish=self.finish,
+            answer=msgspec.to_builtins(self.answer.message()) if self.answer is not None else None,
+        )
+        if command.status is CallStatus.COMPLETE:
+            self.on_complete(self)
+
+    def _parse(self, ids: list[int], *, final: bool) -> Answer:
+        stop = self.exchange.stop_reason
+        keep_stop = self.request.sampling.extra.get("include_stop_str_in_output")
+        try:
+            return self._services.template.parse(
+                ids,
+                self.intent.prompt_ids,
+                tools=self.request.tools,
+                name=self.exchange.call.removeprefix("c-"),
+                stop=stop if final and isinstance(stop, str) and not keep_stop else None,
+                final=final,
+                choice=self.request.tool_choice,
+                parallel=self.request.parallel_tool_calls,
+            )
+        except RenderError as error:
+            log.warning("call %s: %s; the agent gets the plain text", self.exchange.call, error)
+            return Answer(self._services.template.text(ids) if final else "")
+
+    def _clean(self, upto: int | None = None) -> int:
+        """Return how many sampled tokens end before anything that may be the start of a stop string."""
+        count = len(self.exchange.ids) if upto is None else upto
+        stops = self.request.sampling.stop
+        while stops and count:
+            text = self._services.template.text(self.exchange.ids[:count])
+            if settled_length(text, stops) == len(text):
+                break
+            count -= 1
+        return count
+
+    def _stored(self, upto: int) -> None:
+        if not self.done:
+            for command in self.exchange.handle(Stored(upto)):
+                if isinstance(command, Release):
+                    self._notify()
+            if self._log is not None and not self.exchange.ending and self.watchers and self.exchange.live:
+                self._log.tokens(self.exchange, watched=True)
+
+    def _store_failed(self, message: str) -> None:
+        log.error("call %s: tokens could not be stored: %s", self.exchange.call, message)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

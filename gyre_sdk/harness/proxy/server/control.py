@@ -1,0 +1,293 @@
+"""The control API under `/gyre/v1`, for SDKs and the trainer, guarded by the service key."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from gyre_sdk.errors import JournalError, ProtocolError
+from gyre_sdk.harness.proxy.recorder import durable
+from gyre_sdk.harness.proxy.routing import ReplicaSpec
+from gyre_sdk.harness.proxy.server.agents import bearer
+from gyre_sdk.harness.proxy.server.bodies import read_body
+from gyre_sdk.harness.proxy.server.conduct import Services
+from gyre_sdk.harness.proxy.server.prepare import abort_orphan
+from gyre_sdk.harness.proxy.server.settings import new_key
+from gyre_sdk.harness.proxy.server.state import OPEN, Limits, Registry, RunState, key_digest
+from gyre_sdk.records import MAIN, SUBAGENT, GroupId, LaneId, LaneRecord, RunId, RunRecord, RunStatus
+
+T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class OpenRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of `POST /gyre/v1/runs`."""
+
+    task: str
+    group: str | None = None
+    member: int = 0
+    split: str = "train"
+    metadata: dict[str, Any] = {}
+    owner: str = ""
+    dispatch_version: int | None = None
+    """None takes the newest version that a replica serves."""
+    limits: Limits = Limits()
+
+
+class OpenLane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of `POST /gyre/v1/runs/{run}/lanes`."""
+
+    role: str = SUBAGENT
+    name: str = ""
+    parent: str | None = None
+    takes_over: bool = False
+    """Send calls made with the parent's key to this lane until it is released."""
+
+
+class CloseRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of `POST /gyre/v1/runs/{run}/close`."""
+
+    seconds: float = 0.0
+    """How long calls in flight may go on."""
+
+
+class EndRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of `POST /gyre/v1/runs/{run}/end`."""
+
+    status: RunStatus
+    reward: float | None = None
+    parts: dict[str, float] = {}
+    error: str | None = None
+    placeholder: bool = False
+
+
+class SetReplicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of `PUT /gyre/v1/replicas`."""
+
+    replicas: list[ReplicaSpec]
+
+
+class Control:
+    """Handlers under `/gyre/v1`."""
+
+    def __init__(self, services: Services, registry: Registry, service_key: str) -> None:
+        self._services = services
+        self._registry = registry
+        self._service_key = service_key
+        self.url = ""
+        """Base address that agents are given."""
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes."""
+        return [
+            web.post("/gyre/v1/runs", self._guarded(self.open_run)),
+            web.post("/gyre/v1/runs/{run}/lanes", self._guarded(self.open_lane)),
+            web.post("/gyre/v1/runs/{run}/lanes/{lane}/release", self._guarded(self.release_lane)),
+            web.post("/gyre/v1/runs/{run}/close", self._guarded(self.close_run)),
+            web.post("/gyre/v1/runs/{run}/end", self._guarded(self.end_run)),
+            web.get("/gyre/v1/status", self._guarded(self.status)),
+            web.put("/gyre/v1/replicas", self._guarded(self.set_replicas)),
+            web.get("/gyre/v1/calls", self._guarded(self.calls)),
+        ]
+
+    async def open_run(self, request: web.Request) -> web.Response:
+        """Open a run and its main lane; both are durable before the answer."""
+        given = await self._body(request, OpenRun)
+        now, run, lane, key = time.time(), RunId(f"r-{secrets.token_hex(8)}"), _new_lane(), new_key()
+        version = self._services.fleet.routes.version if given.dispatch_version is None else given.dispatch_version
+        limits = {name: value for name, value in msgspec.structs.asdict(given.limits).items() if value is not None}
+        record = RunRecord(
+            run=run,
+            task=given.task,
+            created_at=now,
+            group=GroupId(given.group) if given.group is not None else None,
+            member=given.member,
+            dispatch_version=version,
+            owner=given.owner,
+            metadata={**given.metadata, "split": given.split, **({"limits": limits} if limits else {})},
+        )
+        main = LaneRecord(lane=lane, run=run, role=MAIN, name=MAIN, parent=None, created_at=now)
+        await durable(self._services.journal.open_run(record, main, key_digest(key)))
+        state = RunState(run, now, given.limits)
+        self._registry.open_run(state)
+        self._registry.open_lane(state, main, key_digest(key))
+        return _json({"run": run, "version": version, **self._access(lane, key)})
+
+    async def open_lane(self, request: web.Request) -> web.Response:
+        """Open a further lane of a run."""
+        given = await self._body(request, OpenLane)
+        state = await self._state(request)
+        if state.closed:
+            raise ProtocolError(f"run {state.run} is closed: it takes no more lanes", status=409, code="run_closed")
+        if given.parent is not None and given.parent not in state.lanes:
+            raise ProtocolError(f"parent lane {given.parent!r} is not a lane of run {state.run}", param="parent")
+        if given.takes_over and given.parent is None:
+            raise ProtocolError("a lane that takes over needs a parent", param="parent")
+        lane, key = _new_lane(), new_key()
+        record = LaneRecord(
+            lane=lane,
+            run=state.run,
+            role=given.role,
+            name=given.name or given.role,
+            parent=LaneId(given.parent) if given.parent else None,
+            created_at=time.time(),
+        )
+        await durable(self._services.journal.open_lane(record, key_digest(key)))
+        opened = self._registry.open_lane(state, record, key_digest(key))
+        if given.takes_over and given.parent is not None:
+            state.lanes[given.parent].diverted.append(opened)
+        return _json(self._access(lane, key))
+
+    async def release_lane(self, request: web.Request) -> web.Response:
+        """Give a parent's key back to the parent."""
+        state = await self._state(request)
+        lane = state.lanes.get(request.match_info["lane"])
+        if lane is None:
+            raise ProtocolError(
+                f"lane {request.match_info['lane']!r} is not a lane of run {state.run}", status=404, code="no_such_lane"
+            )
+        for other in state.lanes.values():
+            if lane in other.diverted:
+                other.diverted.remove(lane)
+        return _json({})
+
+    async def close_run(self, request: web.Request) -> web.Response:
+        """Refuse new calls, let those in flight end within a bound, abort the rest."""
+        given = await self._body(request, CloseRun)
+        state = await self._state(request)
+        await self._close(state, given.seconds)
+        done = await asyncio.to_thread(self._totals, state.run)
+        return _json(done)
+
+    async def end_run(self, request: web.Request) -> web.Response:
+        """Record the terminal state of a run; its keys open nothing any more."""
+        given = await self._body(request, EndRun)
+        if given.status is RunStatus.RUNNING:
+            raise ProtocolError("status must be a terminal state of a run", param="status")
+        run = RunId(request.match_info["run"])
+        state = await self._registry.run(run)
+        if state is not None:
+            await self._close(state, 0.0)
+        elif await asyncio.to_thread(self._services.journal.run, run) is None:
+            raise ProtocolError(f"run {run!r} is not in the store", status=404, code="no_such_run")
+        try:
+            await durable(
+                self._services.journal.end_run(
+                    run,
+                    given.status,
+                    at=time.time(),
+                    reward=given.reward,
+                    parts=given.parts,
+                    error=given.error,
+                    placeholder=given.placeholder,
+                )
+            )
+        except JournalError as error:
+            raise ProtocolError(str(error), status=409, code="run_ended") from error
+        self._registry.drop(run)
+        self._services.fleet.routes.forget(run)
+        return _json({})
+
+    async def status(self, request: web.Request) -> web.Response:
+        """Tell what is going on."""
+        routes = self._services.fleet.routes
+        replicas = [
+            {"url": item.url, "version": item.version, "state": item.state, "calls": item.calls, "tokens": item.tokens}
+            for item in routes.replicas
+        ]
+        runs = self._registry.runs
+        return _json(
+            {
+                "version": routes.version,
+                "replicas": replicas,
+                "calls_in_flight": sum(len(run.live) for run in runs),
+                "runs_open": len(runs),
+                "store": str(self._services.settings.store),
+            }
+        )
+
+    async def set_replicas(self, request: web.Request) -> web.Response:
+        """Replace the table of replicas."""
+        given = await self._body(request, SetReplicas)
+        self._services.fleet.set(given.replicas)
+        return _json({"version": self._services.fleet.routes.version})
+
+    async def calls(self, request: web.Request) -> web.Response:
+        """List calls after a sequence number, without tokens."""
+        text = request.query.get("after", "0")
+        if not text.isdigit():
+            raise ProtocolError(f"after is {text!r}; it must be a sequence number", param="after")
+        found = await asyncio.to_thread(self._services.journal.call_summaries, int(text))
+        return _json({"calls": found})
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    async def _close(self, state: RunState, seconds: float) -> None:
+        state.closed = True
+        if state.live and seconds > 0:
+            try:
+                async with asyncio.timeout(seconds):
+                    while state.live:
+                        await next(iter(state.live)).stopped()
+            except TimeoutError:
+                pass
+        while state.live:
+            call = next(iter(state.live))
+            call.cancel("the run was closed while the call was in flight")
+            await call.stopped()
+        for orphans in state.orphans.values():
+            for orphan in orphans:
+                if orphan.record.status in OPEN:
+                    abort_orphan(self._services, orphan)
+        state.orphans.clear()
+
+    def _totals(self, run: RunId) -> dict[str, int]:
+        calls, sampled = self._services.journal.run_totals(run)
+        return {"calls": calls, "sampled_tokens": sampled}
+
+    async def _state(self, request: web.Request) -> RunState:
+        run = RunId(request.match_info["run"])
+        state = await self._registry.run(run)
+        if state is None:
+            record = await asyncio.to_thread(self._services.journal.run, run)
+            if record is None:
+                raise ProtocolError(f"run {run!r} is not in the store", status=404, code="no_such_run")
+            raise ProtocolError(f"run {run} already ended as {record.status}", status=409, code="run_ended")
+        return state
+
+    async def _body(self, request: web.Request, kind: type[T]) -> T:
+        body = await read_body(request, self._services.settings.max_body)
+        try:
+            return msgspec.json.decode(body or b"{}", type=kind)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"the body of {request.path} is wrong: {error}") from error
+
+    def _access(self, lane: LaneId, key: str) -> dict[str, str]:
+        return {"lane": lane, "api_key": key, "base_url": f"{self.url}/v1"}
+
+    def _guarded(self, handler: Handler) -> Handler:
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            if not hmac.compare_digest(bearer(request).encode(), self._service_key.encode()):
+                raise ProtocolError(
+                    "the control API needs the service key: `Authorization: Bearer KEY`",
+                    status=401,
+                    code="invalid_service_key",
+                )
+            return await handler(request)
+
+        return guarded
+
+
+def _new_lane() -> LaneId:
+    return LaneId(f"l-{secrets.token_hex(8)}")
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

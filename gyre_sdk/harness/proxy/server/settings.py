@@ -1,0 +1,76 @@
+"""Settings of the proxy, read once."""
+
+from __future__ import annotations
+
+import secrets
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gyre_sdk.harness.proxy.routing import ReplicaSpec
+
+
+class HistoryPolicy(StrEnum):
+    """What a recorded turn becomes in the next prompt. Recorded with every call."""
+
+    BRIDGE = "bridge"
+    """Its exact ids, thinking included, even where the template would drop the thinking."""
+    AS_TEMPLATE = "as_template"
+    """What the model's template shows; exact ids as long as the template keeps them."""
+
+
+class ProxySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the proxy runs."""
+
+    store: Path
+    """SQLite file; made when missing."""
+    model: Path
+    """Model folder with `tokenizer.json`."""
+    renderer: str = "qwen3"
+    """Family in the `renderers` package."""
+    renderer_options: dict[str, Any] = {}
+    """Of that family's configuration, for example `enable_thinking`."""
+    history: HistoryPolicy = HistoryPolicy.BRIDGE
+    histories: dict[str, HistoryPolicy] = {}
+    """By role of the lane; other roles use `history`."""
+    model_name: str = "policy"
+    """What `/v1/models` lists. Requests may name any model."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes a free one."""
+    public_url: str | None = None
+    """Address that agents are given; None gives `http://host:port`."""
+    replicas: tuple[ReplicaSpec, ...] = ()
+    replica_token: str | None = None
+    """Bearer token for the replicas."""
+    service_key: str = ""
+    """Guards `/gyre/v1`; empty makes a random one."""
+    version_labels: dict[str, int] = msgspec.field(default_factory=lambda: {"default": 0})
+    """Versions of engine labels that are not numbers."""
+    max_tokens: int = 1024
+    """Limit on sampled tokens for requests that give none."""
+    context: int | None = None
+    """Longest prompt + answer in tokens; None takes the model's own limit."""
+    max_body: int = 64 << 20
+    """Largest request body, decompressed, in bytes."""
+    patience: float = 120.0
+    """Seconds that a call waits for a replica that serves."""
+    heartbeat: float = 10.0
+    """Seconds of silence after which a streaming agent gets a comment."""
+    flush: float = 0.2
+    """Seconds between writes of sampled tokens that no agent waits for."""
+    gather: int = 8
+    """Tokens per chunk that an engine may gather for answers that are not streamed; 1 turns it off."""
+    grace: float = 10.0
+    """Seconds that SIGTERM gives calls in flight."""
+
+    def policy(self, role: str) -> HistoryPolicy:
+        """Return the history policy of a role."""
+        return self.histories.get(role, self.history)
+
+
+def new_key() -> str:
+    """Return a fresh capability key: 256 random bits."""
+    return f"gy-{secrets.token_urlsafe(32)}"

@@ -1,0 +1,221 @@
+"""What the proxy knows of its runs: in memory while they are open, read back from the store when it has to be."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from gyre_sdk.errors import ProtocolError
+from gyre_sdk.harness.proxy.dialects.canonical import Message
+from gyre_sdk.harness.proxy.dialects.history import History
+from gyre_sdk.harness.proxy.server.conduct import LiveCall
+from gyre_sdk.harness.proxy.server.settings import ProxySettings
+from gyre_sdk.harness.proxy.server.turns import Turn
+from gyre_sdk.journal import Journal, RecordedExchange
+from gyre_sdk.records import CallRecord, CallStatus, LaneRecord, RunId, RunRecord, RunStatus
+
+OPEN = (CallStatus.RECEIVED, CallStatus.DISPATCHED, CallStatus.STREAMING)
+_ANSWERED = (CallStatus.COMPLETE, CallStatus.DELIVERED)
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Budgets of a run; None means none."""
+
+    tokens: int | None = None
+    """Prompt + sampled tokens, summed over calls."""
+    turns: int | None = None
+    """Calls."""
+    seconds: float | None = None
+    """Wall time since the run was opened."""
+
+
+class RequestRecord(msgspec.Struct, frozen=True):
+    """What is stored of a request beside its messages."""
+
+    dialect: str
+    history: str
+    """Policy that the prompt was made under."""
+    digest: str
+    """blake2b-128 of the decompressed body, to know retries after a restart."""
+    turn: str
+    """Shared by the choices of one request."""
+    index: int
+    """Number of the choice."""
+    body: dict[str, Any]
+    """Fields as sent."""
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """A lane whose key is known."""
+
+    record: LaneRecord
+    run: RunState
+    diverted: list[Lane] = field(default_factory=list)
+    """Lanes that calls with this lane's key go to, the last one first."""
+
+    @property
+    def serving(self) -> Lane:
+        """The lane that a call with this lane's key belongs to now."""
+        return self.diverted[-1].serving if self.diverted else self
+
+
+@dataclass(slots=True, eq=False)
+class RunState:
+    """An open run."""
+
+    run: RunId
+    created_at: float
+    limits: Limits
+    history: History = field(default_factory=History)
+    lanes: dict[str, Lane] = field(default_factory=dict)
+    turns: dict[tuple[str, str], list[Turn]] = field(default_factory=lambda: defaultdict(list))
+    """By lane and body digest."""
+    keyed: dict[tuple[str, str], Turn] = field(default_factory=dict)
+    """By lane and `Idempotency-Key`."""
+    orphans: dict[tuple[str, str], list[Orphan]] = field(default_factory=lambda: defaultdict(list))
+    """Calls of a process that died, by lane and body digest."""
+    live: set[LiveCall] = field(default_factory=set)
+    """Calls in flight."""
+    closed: bool = False
+    calls: int = 0
+    """Calls accepted so far."""
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """A recorded call whose process died, and what it was asked."""
+
+    record: CallRecord
+    request: RequestRecord
+    attempts: int
+    messages: list[dict[str, Any]]
+    answer: dict[str, Any] | None
+
+
+class Registry:
+    """Runs and keys of this process, and of the store."""
+
+    def __init__(self, journal: Journal, settings: ProxySettings) -> None:
+        self._journal = journal
+        self._settings = settings
+        self._keys: dict[str, Lane] = {}
+        self._runs: dict[RunId, RunState] = {}
+        self._loading = asyncio.Lock()
+
+    @property
+    def runs(self) -> list[RunState]:
+        """Runs in memory."""
+        return list(self._runs.values())
+
+    def open_run(self, state: RunState) -> None:
+        """Keep a run that was just opened."""
+        self._runs[state.run] = state
+
+    def open_lane(self, state: RunState, record: LaneRecord, digest: str) -> Lane:
+        """Keep a lane that was just opened."""
+        lane = state.lanes[record.lane] = Lane(record, state)
+        self._keys[digest] = lane
+        return lane
+
+    def drop(self, run: RunId) -> None:
+        """Forget a run that ended."""
+        self._runs.pop(run, None)
+        self._keys = {digest: lane for digest, lane in self._keys.items() if lane.run.run != run}
+
+    async def lane(self, key: str) -> Lane:
+        """Return the lane that a key opens.
+
+        Raises:
+            ProtocolError: 401 for an unknown key, 403 for one of a run that ended.
+        """
+        digest = key_digest(key)
+        lane = self._keys.get(digest)
+        if lane is not None:
+            return lane
+        record = await asyncio.to_thread(self._journal.lane_of_key, digest) if key else None
+        if record is None:
+            raise ProtocolError(
+                "the API key is missing or opens no run; take the key that `gyre.session` or `POST /gyre/v1/runs` gave",
+                status=401,
+                code="invalid_api_key",
+            )
+        state = await self.run(record.run)
+        if state is None:
+            raise ProtocolError(
+                f"run {record.run} has ended; its key opens nothing any more", status=403, code="run_ended"
+            )
+        lane = state.lanes.get(record.lane)
+        return self.open_lane(state, record, digest) if lane is None else self._keys.setdefault(digest, lane)
+
+    async def run(self, run: RunId) -> RunState | None:
+        """Return an open run, from the store if need be; None when it is unknown or has ended."""
+        state = self._runs.get(run)
+        if state is None:
+            async with self._loading:
+                state = self._runs.get(run)
+                if state is None:
+                    state = await asyncio.to_thread(self._load, run)
+                    if state is not None:
+                        self._runs[run] = state
+        return state
+
+    def _load(self, run: RunId) -> RunState | None:
+        record = self._journal.run(run)
+        if record is None or record.status is not RunStatus.RUNNING:
+            return None
+        state = RunState(run, record.created_at, limits_of(record))
+        for lane in self._journal.lanes(run):
+            state.lanes[lane.lane] = Lane(lane, state)
+        exchanges: dict[str, RecordedExchange] = {item.call: item for item in self._journal.exchanges(run)}
+        for call in self._journal.calls(run):
+            self._load_call(state, call, exchanges[call.call])
+        return state
+
+    def _load_call(self, state: RunState, call: CallRecord, exchange: RecordedExchange) -> None:
+        request = msgspec.convert(exchange.request, RequestRecord)
+        state.calls += 1
+        state.prompt_tokens += len(call.prompt_ids)
+        if call.status in _ANSWERED and exchange.answer is not None:
+            messages = tuple(msgspec.convert(exchange.messages, list[Message]))
+            answer = msgspec.convert(exchange.answer, Message)
+            tools = request.body.get("tools") or []
+            state.sampled_tokens += len(call.sampled_ids)
+            state.history.add(
+                call.call,
+                call.lane,
+                tools,
+                messages,
+                answer,
+                call.prompt_ids,
+                call.sampled_ids,
+                call.parent,
+                call.shared,
+            )
+        if call.status in OPEN or call.status in _ANSWERED:
+            attempts = len(self._journal.attempts(call.call))
+            state.orphans[(call.lane, request.digest)].append(
+                Orphan(call, request, attempts, exchange.messages, exchange.answer)
+            )
+
+
+def limits_of(record: RunRecord) -> Limits:
+    """Return the limits that a run was opened with."""
+    return msgspec.convert(record.metadata.get("limits") or {}, Limits)
+
+
+def key_digest(key: str) -> str:
+    """Return what is stored of a key."""
+    return hashlib.blake2b(key.encode(), digest_size=32).hexdigest()
+
+
+def body_digest(body: bytes) -> str:
+    """Return what is stored of a body."""
+    return hashlib.blake2b(body, digest_size=16).hexdigest()

@@ -1,0 +1,267 @@
+"""The wire to a replica: `/inference/v1/generate` of vLLM, always streamed, and the little around it.
+
+Only the paths named here are ever asked for, so a replica's other endpoints cannot be reached through the proxy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from gyre_sdk.errors import ReplicaError
+from gyre_sdk.harness.proxy.sse import SseDecoder
+from gyre_sdk.records import Sampling, VersionSpan
+
+MISSING_LOGPROB = -9998.0
+"""Engines clamp a log-prob that is not a number to -9999: anything this low is missing."""
+
+ABORT_PREFIX = "generate-tokens-"
+"""What vLLM puts before the request id that it was given."""
+
+_SILENCE = 5.0
+"""Seconds without a byte after which a replica is asked whether it is alive."""
+
+
+class _Logprob(msgspec.Struct):
+    logprob: float | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob] | None = None
+
+
+class _Span(msgspec.Struct):
+    version: str | int
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: Any = None
+
+
+_decode_chunk = msgspec.json.Decoder(_Chunk).decode
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one network read brought."""
+
+    ids: list[int]
+    logprobs: list[float | None]
+    finish: str | None = None
+    """The engine's finish reason, `abort` included; None while it samples."""
+    stop_reason: str | int | None = None
+    spans: tuple[VersionSpan, ...] = ()
+
+
+class Refused(ReplicaError):
+    """The engine refused a request for good (HTTP 4xx): another replica would too."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Upstream:
+    """A client for replicas. `versions` maps labels that are not numbers, such as vLLM's `default`."""
+
+    def __init__(self, *, versions: dict[str, int], token: str | None = None) -> None:
+        self._versions = versions
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        """Make the connection pool; its idle connections close before vLLM closes them (5 s)."""
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
+        self._session = aiohttp.ClientSession(
+            connector=connector, timeout=timeout, headers=self._headers, read_bufsize=1 << 18, trust_env=False
+        )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def generate(
+        self,
+        url: str,
+        *,
+        request_id: str,
+        ids: Sequence[int],
+        sampling: Sampling,
+        stop_ids: Sequence[int],
+        max_tokens: int,
+        salt: str,
+        version: int,
+        interval: int = 1,
+    ) -> AsyncGenerator[Piece, None]:
+        """Sample; yield what comes as it comes. A piece with `finish` is the last.
+
+        Args:
+            url: the replica.
+            request_id: unique for this attempt.
+            ids: prompt, and what the call has sampled already.
+            sampling: of the call.
+            stop_ids: tokens that end a turn.
+            max_tokens: left for this attempt.
+            salt: keeps cached keys and values of one version to that version.
+            version: stands for a label that cannot be read.
+            interval: tokens per chunk that the engine may gather when nobody watches.
+
+        Raises:
+            Refused: the request itself is wrong for the engine.
+            ReplicaError: the stream broke off; what was yielded before stays true.
+        """
+        body = _encode(
+            {
+                "request_id": request_id,
+                "token_ids": ids,
+                "sampling_params": _sampling_params(sampling, stop_ids, max_tokens, interval),
+                "stream": True,
+                "cache_salt": salt,
+            }
+        )
+        decoder = SseDecoder()
+        try:
+            async with self._open_session.post(
+                f"{url}/inference/v1/generate",
+                data=body,
+                headers={"Content-Type": "application/json", "X-Request-Id": request_id},
+            ) as response:
+                if response.status != 200:
+                    await self._raise_status(url, response)
+                while chunk := await self._read(url, response):
+                    piece = self._piece(url, decoder, chunk, version)
+                    if piece is not None:
+                        yield piece
+                        if piece.finish is not None:
+                            return
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ReplicaError(f"replica {url} broke off: {type(error).__name__}: {error}") from error
+        raise ReplicaError(f"replica {url} ended the stream without a finish reason")
+
+    async def abort(self, url: str, request_id: str) -> None:
+        """Ask a replica to stop a request; failures do not matter, the answer would be thrown away."""
+        try:
+            async with asyncio.timeout(5.0):
+                async with self._open_session.post(
+                    f"{url}/inference/v1/abort_requests", json={"request_ids": [f"{ABORT_PREFIX}{request_id}"]}
+                ) as response:
+                    await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return
+
+    async def healthy(self, url: str, timeout: float = 1.0) -> bool:
+        """Return whether a replica answers its health check."""
+        try:
+            async with asyncio.timeout(timeout):
+                async with self._open_session.get(f"{url}/health") as response:
+                    return response.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
+    @property
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise ReplicaError("the upstream client is not open")
+        return self._session
+
+    async def _read(self, url: str, response: aiohttp.ClientResponse) -> bytes:
+        reader = response.content
+        while True:
+            try:
+                async with asyncio.timeout(_SILENCE):
+                    return await reader.readany()
+            except TimeoutError:
+                if not await self.healthy(url, 2.0):
+                    raise ReplicaError(f"replica {url} is silent and does not answer its health check") from None
+
+    async def _raise_status(self, url: str, response: aiohttp.ClientResponse) -> None:
+        text = (await response.text())[:2000]
+        if response.status in (400, 404, 413, 422):
+            raise Refused(f"the engine refused the request: {_reason(text)}", 400)
+        raise ReplicaError(f"replica {url} answered HTTP {response.status}: {_reason(text)}")
+
+    def _piece(self, url: str, decoder: SseDecoder, data: bytes, version: int) -> Piece | None:
+        ids: list[int] = []
+        logprobs: list[float | None] = []
+        for event in decoder.feed(data):
+            if event.data == b"[DONE]":
+                continue
+            try:
+                chunk = _decode_chunk(event.data)
+            except msgspec.DecodeError as error:
+                raise ReplicaError(f"replica {url} sent an event that cannot be read: {error}") from error
+            if chunk.error is not None:
+                if ids:
+                    return Piece(ids, logprobs)
+                raise ReplicaError(f"replica {url} reported an error: {_reason(str(chunk.error))}")
+            for choice in chunk.choices:
+                fresh = choice.token_ids or []
+                ids += fresh
+                logprobs += _logprobs(choice.logprobs, len(fresh))
+                if choice.finish_reason is not None:
+                    spans = tuple(
+                        VersionSpan(self._version(span.version, version), span.start, span.end)
+                        for span in choice.weight_versions or ()
+                    )
+                    return Piece(ids, logprobs, choice.finish_reason, choice.stop_reason, spans)
+        return Piece(ids, logprobs) if ids else None
+
+    def _version(self, label: str | int, known: int) -> int:
+        text = str(label)
+        return int(text) if text.isdigit() else self._versions.get(text, known)
+
+
+def _sampling_params(sampling: Sampling, stop_ids: Sequence[int], max_tokens: int, interval: int) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": max_tokens,
+        "stop_token_ids": list(dict.fromkeys((*stop_ids, *sampling.stop_token_ids))),
+        "logprobs": 0,
+        **sampling.extra,
+    }
+    if sampling.stop:
+        params["stop"] = list(sampling.stop)
+    if sampling.seed is not None:
+        params["seed"] = sampling.seed
+    if interval > 1:
+        params["stream_interval"] = interval
+    return params
+
+
+def _logprobs(given: _Logprobs | None, count: int) -> list[float | None]:
+    content = given.content if given is not None and given.content is not None else []
+    values = [
+        None if item.logprob is None or item.logprob <= MISSING_LOGPROB else item.logprob for item in content[:count]
+    ]
+    return values + [None] * (count - len(values))
+
+
+def _reason(text: str) -> str:
+    try:
+        body = msgspec.json.decode(text.encode())
+    except msgspec.DecodeError:
+        return text[:500]
+    error = body.get("error", body) if isinstance(body, dict) else body
+    message = error.get("message") if isinstance(error, dict) else None
+    return str(message or error)[:500]
