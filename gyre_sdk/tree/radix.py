@@ -13,16 +13,26 @@ from numpy.typing import NDArray
 from gyre_sdk.records import CallId
 
 Ids = NDArray[np.int32]
-_BLOCK = 1 << 16
-"""Tokens compared at a time, and the least that is allocated: 256 KiB, which stays in the second-level cache."""
+_STRIDE = 1 << 16
+"""Tokens compared at a time: 256 KiB, which stays in the second-level cache."""
+
+
+class Block:
+    """Memory that one branch grows into, so that its edges lie side by side."""
+
+    __slots__ = ("ids", "used")
+
+    def __init__(self, capacity: int) -> None:
+        self.ids = np.empty(capacity, np.int32)
+        self.used = 0
 
 
 class Node:
-    """An edge and its lower end; its tokens are `block[offset : offset + depth - start]`."""
+    """An edge and its lower end; its tokens are `block.ids[offset : offset + depth - start]`."""
 
     __slots__ = ("block", "children", "depth", "ends", "next", "offset", "parent", "start")
 
-    def __init__(self, parent: Node | None, start: int, depth: int, block: Ids, offset: int) -> None:
+    def __init__(self, parent: Node | None, start: int, depth: int, block: Block, offset: int) -> None:
         self.parent = parent
         self.start = start
         """Tokens from the root to the upper end."""
@@ -37,7 +47,7 @@ class Node:
 
     @property
     def tokens(self) -> Ids:
-        return self.block[self.offset : self.offset + self.depth - self.start]
+        return self.block.ids[self.offset : self.offset + self.depth - self.start]
 
     def upward(self) -> Iterator[Node]:
         """Yield this node and those above it, up to the root."""
@@ -55,11 +65,9 @@ class Radix:
     """The tree. A sequence comes as two arrays, so that nobody has to concatenate a long prompt with its answer."""
 
     def __init__(self) -> None:
-        self._block = np.empty(_BLOCK, np.int32)
-        self._used = 0
         self.size = 0
         """Tokens in the tree."""
-        self.root = Node(None, 0, 0, self._block, 0)
+        self.root = Node(None, 0, 0, Block(_STRIDE), 0)
 
     def insert(self, head: Ids, tail: Ids) -> tuple[Node, int]:
         """Add head + tail; return the node that ends with its last token, and how many tokens were known before.
@@ -96,7 +104,7 @@ class Radix:
                     last = last.next
                 stop = min(size, last.depth)
                 offset = first.offset + at - first.start
-                at += _same(ids[at - base : stop - base], first.block[offset : offset + stop - at])
+                at += _same(ids[at - base : stop - base], first.block.ids[offset : offset + stop - at])
                 while first.depth < at:
                     assert first.next is not None
                     first = first.next
@@ -107,17 +115,19 @@ class Radix:
 
     def _append(self, above: Node, head: Ids, tail: Ids, known: int) -> Node:
         """Hang the tokens of head + tail after the first `known` below a node."""
-        total = len(head) + len(tail)
-        if self._used + total - known > len(self._block):
-            self._block = np.empty(max(_BLOCK, self.size, total - known), np.int32)
-            self._used = 0
-        node = Node(above, known, total, self._block, self._used)
-        middle = self._used + max(0, len(head) - known)
-        self._used += total - known
-        self._block[node.offset : middle] = head[known:]
-        self._block[middle : self._used] = tail[max(0, known - len(head)) :]
-        above.children[int(self._block[node.offset])] = node
-        if above.block is node.block and above.offset + above.depth - above.start == node.offset:
+        size = len(head) + len(tail) - known
+        block, offset = above.block, above.offset + above.depth - above.start
+        grows = offset == block.used
+        if not grows or offset + size > len(block.ids):
+            # A branch that outgrows its block doubles it; a new branch starts small.
+            block, offset = Block(max(2 * size, 2 * len(block.ids) if grows else 256)), 0
+        node = Node(above, known, known + size, block, offset)
+        middle = offset + max(0, len(head) - known)
+        block.used = offset + size
+        block.ids[offset:middle] = head[known:]
+        block.ids[middle : block.used] = tail[max(0, known - len(head)) :]
+        above.children[int(block.ids[offset])] = node
+        if block is above.block:
             above.next = node
         return node
 
@@ -140,8 +150,8 @@ def _split(node: Node, depth: int) -> Node:
 def _same(a: Ids, b: Ids) -> int:
     """Return the length of the common prefix of two arrays of equal length."""
     size = len(a)
-    for start in range(0, size, _BLOCK):
-        differs = a[start : start + _BLOCK] != b[start : start + _BLOCK]
+    for start in range(0, size, _STRIDE):
+        differs = a[start : start + _STRIDE] != b[start : start + _STRIDE]
         first = int(differs.argmax())
         if differs[first]:
             return start + first
