@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-batch", type=int, default=64, help="most requests in one step")
     add("--max-model-len", type=int, help="prompt and sampled tokens of a request; default: the model's context length")
     add("--step-tokens", type=int, default=4096, help="most prompt tokens that one step computes")
-    add("--kv-gib", type=float, default=4.0, help="most memory of the KV cache, GiB; touched as it is needed")
+    add("--kv-gib", type=float, default=2.0, help="most memory of the KV cache, GiB; on CPU it is taken as it is needed")
     add("--no-prefix-cache", action="store_true", help="compute every prompt from its first token")
     add("--version", default="0", help="label of the weights in --model")
     add("--seed", type=int, help="seed of the engine's generator; default: from the operating system")

@@ -53,7 +53,7 @@ class Sampler:
         if all(greedy):
             tokens_B = logp_BV.argmax(-1)
         else:
-            tokens_B = (logp_BV - self._noise(logp_BV, rows).log_()).argmax(-1)
+            tokens_B = self._pick(logp_BV, rows)
             if any(greedy):
                 tokens_B = torch.where(torch.tensor(greedy, device=self._device), logp_BV.argmax(-1), tokens_B)
         picked_B = logp_BV.gather(1, tokens_B[:, None])
@@ -130,14 +130,18 @@ class Sampler:
             1, order_BV.indices, sorted_BV.masked_fill(drop_BV, float("-inf"))
         )
 
-    def _noise(self, like_BV: torch.Tensor, rows: list[Sequence]) -> torch.Tensor:
-        """Exponential noise: argmax of log-prob minus its log is an exact draw (the Gumbel trick)."""
-        noise_BV = torch.empty_like(like_BV).exponential_(generator=self._generator)
+    def _pick(self, logp_BV: torch.Tensor, rows: list[Sequence]) -> torch.Tensor:
+        """Draw by inverting the cumulative distribution in float64: one uniform number per row."""
+        uniform_B = torch.rand(len(rows), generator=self._generator, dtype=torch.float64, device=self._device)
         for i, row in enumerate(rows):
             seed = row.params.seed
             if seed is None or seed < 0 or row.params.greedy:
                 continue
             if row.generator is None:
                 row.generator = torch.Generator(self._device).manual_seed(seed)
-            noise_BV[i].exponential_(generator=row.generator)
-        return noise_BV.clamp_min_(torch.finfo(noise_BV.dtype).tiny)
+            uniform_B[i : i + 1].uniform_(generator=row.generator)
+        mass_BV = logp_BV.exp().cumsum(-1, dtype=torch.float64)
+        total_B1 = mass_BV[:, -1:].contiguous()
+        at_B1 = torch.minimum(uniform_B[:, None] * total_B1, total_B1.nextafter(torch.zeros_like(total_B1)))
+        # right=True: the first token whose mass passes the point, so never one of probability 0.
+        return torch.searchsorted(mass_BV, at_B1, right=True)[:, 0].clamp_max_(logp_BV.shape[1] - 1)

@@ -85,7 +85,7 @@ class SlotTable:
             self.cached_S[slot] = 0
 
     def compact(self) -> list[tuple[Move, int, int]]:
-        """Move running rows down when holes waste more than a third of a step; return (move, old slot, new slot)."""
+        """Move running rows down when holes waste much of a step; return (move, old slot, new slot)."""
         out: list[tuple[Move, int, int]] = []
         running = int(self.owned_S.sum())
         while running and (top := int(np.flatnonzero(self.owned_S)[-1])) >= self._reach(running):
@@ -102,7 +102,7 @@ class SlotTable:
     @staticmethod
     def _reach(running: int) -> int:
         """How many low slots a step may span for `running` rows: some holes cost less than moving rows."""
-        return running + max(4, running // 2)
+        return running + max(2, running // 8)
 
     def _age(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Order of eviction of idle slots: empty ones first, then the least recently used."""

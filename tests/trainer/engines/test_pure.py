@@ -73,7 +73,7 @@ class Slots(RuleBasedStateMachine):
         assert self.table.cached_S[slot] < length
         assert self.reuse or self.table.cached_S[slot] == 0
         self.owners[slot] = salt, ids
-        assert slot < len(self.owners) + max(4, len(self.owners) // 2)
+        assert slot < self.table._reach(len(self.owners))
 
     @rule()
     def compute(self):
