@@ -17,7 +17,7 @@ from gyre_sdk.harness.task import Task
 from gyre_sdk.records import SUBAGENT, SUMMARY_SUFFIX, ExecResult, RunResult, Score
 
 if TYPE_CHECKING:
-    import openai
+    from openai import AsyncOpenAI, OpenAI
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Lane:
         self.base_url = base_url
         self.api_key = api_key
         self.workspace: Workspace = _Tools(context, info)
-        self._client: openai.OpenAI | None = None
+        self._client: OpenAI | None = None
 
     @property
     def task(self) -> Task:
@@ -80,7 +80,7 @@ class Lane:
         """Id of the run."""
         return self._context.run
 
-    def openai(self, **options: Any) -> openai.OpenAI:
+    def openai(self, **options: Any) -> OpenAI:
         """Return an `openai.OpenAI` client bound to this lane; without options always the same one."""
         import openai
 
@@ -95,7 +95,7 @@ class Lane:
             )
         return self._client
 
-    def async_openai(self, **options: Any) -> openai.AsyncOpenAI:
+    def async_openai(self, **options: Any) -> AsyncOpenAI:
         """Return an `openai.AsyncOpenAI` client bound to this lane. The caller closes it."""
         import openai
 

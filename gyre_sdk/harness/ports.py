@@ -29,7 +29,10 @@ class Workspace(Protocol):
     workspace itself. A command that fails is a result, not an exception.
     """
 
-    id: str
+    @property
+    def id(self) -> str:
+        """Name of the workspace, for messages and labels."""
+        ...
 
     def exec(
         self,

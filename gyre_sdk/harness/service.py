@@ -6,6 +6,7 @@ carries the service key, which never leaves the process that opens sessions.
 
 from __future__ import annotations
 
+import threading
 import time
 from types import TracebackType
 from typing import Any, Self
@@ -61,11 +62,8 @@ class ServiceClient:
             timeout=timeout,
             limits=httpx.Limits(max_connections=256, max_keepalive_connections=64),
         )
-        self.model_http = httpx.Client(
-            timeout=httpx.Timeout(600.0, connect=5.0),
-            limits=httpx.Limits(max_connections=512, max_keepalive_connections=128),
-        )
-        """Connections for the agents' SDK clients: shared, since each new pool costs ~10 ms to make."""
+        self._model_http: Any = None
+        self._making = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -78,7 +76,21 @@ class ServiceClient:
     def close(self) -> None:
         """Close the connections."""
         self._http.close()
-        self.model_http.close()
+        if self._model_http is not None:
+            self._model_http.close()
+
+    @property
+    def model_http(self) -> Any:
+        """Connections for the agents' OpenAI clients: shared, since each new pool costs ~10 ms to make."""
+        with self._making:
+            if self._model_http is None:
+                import openai
+
+                self._model_http = openai.DefaultHttpxClient(
+                    timeout=openai.Timeout(600.0, connect=5.0),
+                    limits=openai.DEFAULT_CONNECTION_LIMITS,
+                )
+        return self._model_http
 
     def open_run(
         self,
@@ -87,6 +99,7 @@ class ServiceClient:
         group: str | None,
         member: int,
         owner: str,
+        split: str,
         metadata: dict[str, Any],
         dispatch_version: int | None,
         limits: Limits,
@@ -97,6 +110,7 @@ class ServiceClient:
             "group": group,
             "member": member,
             "owner": owner,
+            "split": split,
             "metadata": metadata,
             "dispatch_version": dispatch_version,
             "limits": {"tokens": limits.tokens, "turns": limits.turns, "seconds": limits.seconds},

@@ -105,7 +105,7 @@ class Session:
         self._limits = Limits(limits.tokens, limits.turns, limits.seconds or task.agent_timeout_s)
         self._hooks = hooks or Hooks()
         self._observer = Fanout(observer)
-        self._metadata = {"split": split, **(metadata or {})}
+        self._metadata = dict(metadata or {})
         self._split = split
         self._scoring_retries = scoring_retries
         self._clock = clock or SystemClock()
@@ -154,6 +154,7 @@ class Session:
             group=self._group,
             member=self._member,
             owner=f"{socket.gethostname()}:{os.getpid()}:{_STARTED:.3f}",
+            split=self._split,
             metadata=self._metadata,
             dispatch_version=self._dispatch_version,
             limits=self._limits,

@@ -1,0 +1,287 @@
+"""Sessions: one record, one terminal state, whatever happens in the block. Real proxy, real store, real workspace."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+import gyre_sdk as gyre
+from gyre_sdk.errors import ImageMissing, ServiceError, SettingsError, WorkspaceGone
+from gyre_sdk.events import Event, LaneOpened, RunEnded, RunStarted, ToolRan
+from gyre_sdk.harness.limits import classify
+from gyre_sdk.harness.proxy.routing import ReplicaSpec
+from gyre_sdk.journal import Journal
+from gyre_sdk.records import LaneRecord, RunRecord, RunStatus, Score
+from proxy_engine import Finish, ScriptedEngine, Tokens, Wait
+
+QUESTION = [{"role": "user", "content": "Run ls"}]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ScriptedEngine]:
+    with ScriptedEngine(lambda request, number: [Tokens([40, 41, 2]), Finish()]) as engine:
+        yield engine
+
+
+@pytest.fixture
+def service(model: Path, tmp_path: Path, engine: ScriptedEngine) -> Iterator[gyre.ServiceClient]:
+    settings = gyre.ProxySettings(store=tmp_path / "s.db", model=model, replicas=(ReplicaSpec(engine.url, 3),))
+    with gyre.serve(settings) as client:
+        yield client
+
+
+def a_task(**changes: Any) -> gyre.Task:
+    values: dict[str, Any] = {
+        "instruction": "Write yes into answer",
+        "name": "answer",
+        "scorer": lambda workspace: float(workspace.exec("cat answer 2>/dev/null").stdout.strip() == "yes"),
+    }
+    return gyre.Task(**(values | changes))
+
+
+def stored(tmp_path: Path) -> tuple[RunRecord, list[LaneRecord], list[Any]]:
+    with Journal(tmp_path / "s.db", "r") as journal:
+        (run,) = journal.runs()
+        return run, journal.lanes(), list(journal.calls())
+
+
+def ask(client: openai.OpenAI) -> str:
+    return client.chat.completions.create(model="policy", messages=QUESTION).choices[0].message.content or ""  # type: ignore[arg-type]
+
+
+def test_block_that_ends_is_scored_and_completed(service: gyre.ServiceClient, tmp_path: Path) -> None:
+    seen: list[Event] = []
+    with gyre.session(
+        a_task(), service=service, workspace="local", observer=seen.append, group="g1", member=2
+    ) as agent:
+        ask(agent.openai())
+        ask(openai.OpenAI(base_url=agent.base_url, api_key=agent.api_key))
+        assert agent.workspace.exec("echo yes > answer").exit_code == 0
+        with pytest.raises(RuntimeError, match="once the session"):
+            agent.result  # noqa: B018
+    assert (agent.result.status, agent.result.reward) == (RunStatus.COMPLETED, 1.0)
+    assert (agent.result.calls, agent.result.sampled_tokens) == (2, 6)
+    run, lanes, calls = stored(tmp_path)
+    assert (run.status, run.reward, run.group, run.member, run.dispatch_version) == (
+        RunStatus.COMPLETED,
+        1.0,
+        "g1",
+        2,
+        3,
+    )
+    assert [lane.role for lane in lanes] == ["main"] and [call.role for call in calls] == ["main", "main"]
+    assert [type(event) for event in seen if isinstance(event, RunStarted | RunEnded | ToolRan)] == [
+        RunStarted,
+        ToolRan,
+        RunEnded,
+    ]
+
+
+def test_lanes_of_subagents_and_summaries(service: gyre.ServiceClient, tmp_path: Path) -> None:
+    infos: list[tuple[str, str, int]] = []
+    hooks = gyre.Hooks(
+        subagent_started=lambda info: infos.append(("start", info.role, info.depth)),
+        subagent_stopped=lambda info, error: infos.append(("stop", info.role, info.depth)),
+        compaction_started=lambda info: infos.append(("start", info.role, info.depth)),
+        compaction_stopped=lambda info, error: infos.append(("stop", info.role, info.depth)),
+    )
+    seen: list[Event] = []
+    with gyre.session(a_task(), service=service, workspace="local", hooks=hooks, observer=seen.append) as agent:
+        fixed = openai.OpenAI(base_url=agent.base_url, api_key=agent.api_key)
+        ask(fixed)
+        with agent.subagent("reviewer") as reviewer:
+            ask(reviewer.openai())
+            with reviewer.compaction() as summary:
+                ask(summary.openai())
+        with agent.compaction():
+            ask(fixed)  # the main lane's own key counts as the summary's inside the block
+        ask(fixed)
+    run, lanes, calls = stored(tmp_path)
+    assert [call.role for call in calls] == ["main", "subagent", "subagent-summary", "main-summary", "main"]
+    by_id = {lane.lane: lane for lane in lanes}
+    reviewer_summary = next(lane for lane in lanes if lane.role == "subagent-summary")
+    assert by_id[reviewer_summary.parent].name == "reviewer"  # type: ignore[index]
+    assert [kind for kind, _, _ in infos] == ["start", "start", "stop", "stop", "start", "stop"]
+    assert infos[1] == ("start", "subagent-summary", 2)
+    assert len([event for event in seen if isinstance(event, LaneOpened)]) == 3
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "reward", "propagates"),
+    [
+        (ValueError("agent bug"), RunStatus.AGENT_ERROR, 0.0, True),
+        (KeyboardInterrupt(), RunStatus.CANCELLED, None, True),
+        (SystemExit(3), RunStatus.CANCELLED, None, True),
+        (gyre.session, RunStatus.COMPLETED, 0.0, False),
+        (WorkspaceGone("container died"), RunStatus.WORKSPACE_ERROR, None, True),
+    ],
+)
+def test_every_way_out_has_one_terminal_state(
+    service: gyre.ServiceClient, tmp_path: Path, raised: Any, status: RunStatus, reward: float | None, propagates: bool
+) -> None:
+    def block() -> None:
+        with gyre.session(a_task(), service=service, workspace="local"):
+            if isinstance(raised, BaseException):
+                raise raised
+
+    if propagates:
+        with pytest.raises(type(raised)):
+            block()
+    else:
+        block()
+    run, _, _ = stored(tmp_path)
+    assert (run.status, run.reward) == (status, reward)
+    assert (run.error is None) == (status is RunStatus.COMPLETED)
+
+
+def test_scorer_failure_is_not_a_reward(service: gyre.ServiceClient, tmp_path: Path) -> None:
+    def broken(workspace: Any) -> float:
+        raise OSError("disk on fire")
+
+    with gyre.session(a_task(scorer=broken), service=service, workspace="local") as agent:
+        pass
+    assert (agent.result.status, agent.result.reward) == (RunStatus.SCORER_ERROR, None)
+    assert "disk on fire" in (stored(tmp_path)[0].error or "")
+
+
+def test_wall_time_ends_a_run_as_timed_out_and_scores_it(service: gyre.ServiceClient, tmp_path: Path) -> None:
+    with gyre.session(a_task(), service=service, workspace="local", limits=gyre.Limits(seconds=1.0)) as agent:
+        agent.workspace.exec("echo yes > answer")
+        done = agent.workspace.exec("sleep 30")
+        pytest.fail(f"went on after its time: {done}")
+    assert (agent.result.status, agent.result.reward) == (RunStatus.TIMED_OUT, 1.0)
+
+
+def test_turn_limit_of_the_proxy_ends_a_run_as_timed_out(service: gyre.ServiceClient, tmp_path: Path) -> None:
+    with gyre.session(a_task(), service=service, workspace="local", limits=gyre.Limits(turns=2)) as agent:
+        for _ in range(5):
+            ask(agent.openai())
+    assert agent.result.status is RunStatus.TIMED_OUT
+    assert len(stored(tmp_path)[2]) == 2
+
+
+def test_missing_image_is_a_placeholder_not_a_score(
+    service: gyre.ServiceClient, tmp_path: Path, docker_engine: str
+) -> None:
+    with pytest.raises(ImageMissing, match="local/does-not-exist:0"):
+        with gyre.session(a_task(image="local/does-not-exist:0"), service=service, workspace="docker"):
+            pass
+    run, _, calls = stored(tmp_path)
+    assert (run.status, run.reward, run.placeholder, calls) == (RunStatus.WORKSPACE_ERROR, 0.0, True, [])
+
+
+def test_own_score_wins_and_is_asked_once(service: gyre.ServiceClient) -> None:
+    asked: list[int] = []
+    task = a_task(scorer=lambda workspace: asked.append(1) or 0.25)
+    with gyre.session(task, service=service, workspace="local") as agent:
+        assert agent.score().reward == 0.25
+    assert agent.result.reward == 0.25 and asked == [1]
+    with gyre.session(task, service=service, workspace="local") as agent:
+        agent.score(Score(0.5, {"style": 1.0}))
+    assert agent.result.reward == 0.5 and agent.result.parts == {"style": 1.0}
+
+
+def test_observer_that_raises_is_dropped(service: gyre.ServiceClient) -> None:
+    def observer(event: Event) -> None:
+        raise ZeroDivisionError
+
+    with gyre.session(a_task(), service=service, workspace="local", observer=observer) as agent:
+        agent.workspace.exec("true")
+    assert agent.result.status is RunStatus.COMPLETED
+
+
+def test_key_of_an_ended_run_opens_nothing(service: gyre.ServiceClient, tmp_path: Path) -> None:
+    with gyre.session(a_task(), service=service, workspace="local") as agent:
+        client = openai.OpenAI(base_url=agent.base_url, api_key=agent.api_key, max_retries=0)
+    with pytest.raises(openai.APIStatusError):
+        ask(client)
+    assert stored(tmp_path)[2] == []
+
+
+def test_async_session_and_cancellation(service: gyre.ServiceClient, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with gyre.session(a_task(), service=service, workspace="local") as agent:
+            async with agent.async_openai() as client:
+                await client.chat.completions.create(model="policy", messages=QUESTION)  # type: ignore[arg-type]
+            await asyncio.sleep(60)
+
+    async def main() -> None:
+        task = asyncio.create_task(work())
+        await asyncio.sleep(2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    run, _, calls = stored(tmp_path)
+    assert run.status is RunStatus.CANCELLED and len(calls) == 1
+
+
+def test_call_in_flight_when_the_block_ends_is_waited_for(model: Path, tmp_path: Path) -> None:
+    release = threading.Event()
+    with ScriptedEngine(lambda request, number: [Tokens([40]), Wait(release), Tokens([2]), Finish()]) as engine:
+        settings = gyre.ProxySettings(store=tmp_path / "s.db", model=model, replicas=(ReplicaSpec(engine.url, 0),))
+        with gyre.serve(settings) as service:
+            with gyre.session(a_task(), service=service, workspace="local") as agent:
+                thread = threading.Thread(target=ask, args=(agent.openai(),))
+                thread.start()
+                while not engine.log:
+                    pass
+                threading.Timer(0.5, release.set).start()
+            thread.join()
+    assert agent.result.sampled_tokens == 2
+
+
+def test_no_service_is_a_clear_error() -> None:
+    with pytest.raises(SettingsError, match="gyre serve"), gyre.session(a_task(), workspace="local"):
+        pass
+    with pytest.raises(ServiceError, match=r"127\.0\.0\.1:9.*gyre serve"):
+        with gyre.session(
+            a_task(), service=gyre.ServiceClient("http://127.0.0.1:9", "k", patience=0.1), workspace="local"
+        ):
+            pass
+
+
+def test_proxy_in_the_process_when_no_service_is_given(model: Path, tmp_path: Path, engine: ScriptedEngine) -> None:
+    settings = gyre.ProxySettings(store=tmp_path / "s.db", model=model, replicas=(ReplicaSpec(engine.url, 0),))
+    with gyre.session(a_task(), proxy=settings, workspace="local") as agent:
+        ask(agent.openai())
+    assert agent.result.calls == 1
+
+
+def test_model_side_failures_are_not_held_against_the_agent() -> None:
+    request = Any
+    error = openai.APIConnectionError(request=request)  # type: ignore[arg-type]
+    ending = classify(error)
+    assert (ending.status, ending.scorable) == (RunStatus.AGENT_ERROR, False)
+    assert ending.error is not None and ending.error.startswith("infrastructure")
+
+
+def test_sigterm_ends_the_run_and_leaves_no_workspace(model: Path, tmp_path: Path, engine: ScriptedEngine) -> None:
+    """A program that turns SIGTERM into SystemExit, as most do, leaves a cancelled run behind."""
+    program = f"""
+import signal, sys, time
+import gyre_sdk as gyre
+from pathlib import Path
+from gyre_sdk.harness.proxy.routing import ReplicaSpec
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+settings = gyre.ProxySettings(store=Path({str(tmp_path / "s.db")!r}), model=Path({str(model)!r}), replicas=(ReplicaSpec({engine.url!r}, 0),))
+with gyre.session(gyre.Task(instruction="x", scorer=lambda w: 1.0), proxy=settings, workspace="local") as agent:
+    print("in", flush=True)
+    time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "in\n"
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(30) == 143
+    assert stored(tmp_path)[0].status is RunStatus.CANCELLED
