@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
@@ -16,14 +17,13 @@ def resampled(values: Sequence[float], width: int) -> list[float]:
 
 
 def chart(values: Sequence[float], width: int, height: int, *, low: float, high: float) -> list[str]:
-    """Return `height` lines of `width` characters, top first; a value at or below `low` still shows a trace."""
+    """Return `height` lines of `width` characters, top first; a value at or below `low`, or none, still shows a trace."""
     steps = len(_BLOCKS) - 1
     span = high - low
-    columns = resampled(values, width)
-    levels = [
-        max(1, round((min(max(value, low), high) - low) / span * steps * height)) if span > 0 else 1
-        for value in columns
-    ]
+    levels = []
+    for value in resampled([value if isfinite(value) else low for value in values], width):
+        share = (min(max(value, low), high) - low) / span if span > 0 else 0.0
+        levels.append(max(1, round(share * steps * height)))
     lines = []
     for row in range(height - 1, -1, -1):
         cells = [_BLOCKS[min(steps, max(0, level - row * steps))] for level in levels]

@@ -71,7 +71,7 @@ class PlainLines:
             case StepTaken():
                 left = state.phase.eta(state.now) if state.phase is not None else None
                 return (
-                    f"step {event.step}/{event.steps}: reward {event.mean_reward:.3f}, full success {event.success:.1%},"
+                    f"step {event.step}{f'/{event.steps}' if event.steps else ''}: reward {event.mean_reward:.3f}, full success {event.success:.1%},"
                     f" loss {event.loss:.4g}, grad norm {event.grad_norm:.3g}, {event.runs} runs,"
                     f" {event.trained_tokens} tokens trained" + (f", ETA {duration(left)}" if left is not None else "")
                 )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -104,9 +105,10 @@ def _progress(state: State, now: float, page: Page) -> RenderableType:
 
 def _training(state: State, page: Page) -> RenderableType:
     line = Table.grid(expand=True)
-    line.add_column(ratio=3)
-    line.add_column(ratio=2)
-    curve_width = (page.width * 3) // 5 - 11
+    facts = max(page.width * 2 // 5, min(48, page.width // 2))
+    line.add_column(width=page.width - facts)
+    line.add_column(width=facts)
+    curve_width = page.width - facts - 10
     height = _CHART_HEIGHT + 2
     line.add_row(
         Panel(
@@ -135,7 +137,7 @@ def _curve(state: State, page: Page, width: int) -> Text:
     if not state.steps:
         return Text("the curve starts with the first step", style="dim")
     values = [step.mean_reward for step in state.steps]
-    low, high = min(0.0, *values), max(1.0, *values)
+    low, high = _scale(values)
     planned = max(len(values), state.steps[-1].steps)
     wide = min(4, max(1, width // max(1, planned)))
     stretched = [value for value in values for _ in range(wide)]
@@ -147,6 +149,12 @@ def _curve(state: State, page: Page, width: int) -> Text:
         if row < len(lines) - 1:
             found.append("\n")
     return found
+
+
+def _scale(values: Sequence[float]) -> tuple[float, float]:
+    """Return the range of the reward axis: 0 to 1, or more when rewards need it."""
+    finite = [value for value in values if isfinite(value)]
+    return min(0.0, *finite, 0.0), max(1.0, *finite, 1.0)
 
 
 def _facts(state: State) -> RenderableType:
@@ -186,7 +194,8 @@ def _training_line(state: State, page: Page) -> Text:
     if state.steps:
         last = state.steps[-1]
         values = [step.mean_reward for step in state.steps][-24:]
-        (spark,) = chart(values, len(values), 1, low=min(0.0, *values), high=max(1.0, *values))
+        low, high = _scale(values)
+        (spark,) = chart(values, len(values), 1, low=low, high=high)
         found.append(f"reward {last.mean_reward:.2f} ").append(spark, style="green").append(f"  loss {last.loss:.3g}")
     if state.version is not None:
         found.append(f"  version {state.version.version}")

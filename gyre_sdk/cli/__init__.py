@@ -1,0 +1,50 @@
+"""The command `gyre`: ask a store, watch it, serve models to agents, look after workspaces.
+
+Parts of gyre that are heavy or of other layers' making load when their command runs, so that `gyre --help` stays quick.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from gyre_sdk.cli import machine, store, watch
+from gyre_sdk.errors import GyreError
+
+__all__ = ["app", "main"]
+
+ERROR = 2
+"""Exit status when gyre itself says what is wrong."""
+
+app = typer.Typer(
+    name="gyre",
+    help="Record agents, look at what they did, serve models to them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("runs")(store.runs)
+app.command("calls")(store.calls)
+app.command("samples")(store.samples)
+app.command("view")(watch.view)
+app.command(
+    "serve",
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
+)(machine.serve)
+app.command("gc")(machine.gc)
+app.command("doctor")(machine.doctor)
+sandbox = typer.Typer(help="Images for workspaces, built without a registry.", no_args_is_help=True)
+sandbox.command("list")(machine.sandbox_list)
+sandbox.command("build")(machine.sandbox_build)
+app.add_typer(sandbox, name="sandbox")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command and exit; an error of gyre is one line on standard error and exit status 2."""
+    try:
+        app(args=None if argv is None else list(argv), prog_name="gyre")
+    except GyreError as error:
+        typer.echo(f"gyre: {' '.join(str(error).split())}", err=True)
+        sys.exit(ERROR)
