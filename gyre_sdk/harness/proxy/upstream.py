@@ -23,6 +23,9 @@ MISSING_LOGPROB = -9998.0
 ABORT_PREFIX = "generate-tokens-"
 """What vLLM puts before the request id that it was given."""
 
+_LARGE = 50_000
+"""Prompts of more tokens are encoded in a thread."""
+
 _SILENCE = 5.0
 """Seconds without a byte after which a replica is asked whether it is alive."""
 
@@ -129,15 +132,14 @@ class Upstream:
             Refused: the request itself is wrong for the engine.
             ReplicaError: the stream broke off; what was yielded before stays true.
         """
-        body = _encode(
-            {
-                "request_id": request_id,
-                "token_ids": ids,
-                "sampling_params": _sampling_params(sampling, stop_ids, max_tokens, interval),
-                "stream": True,
-                "cache_salt": salt,
-            }
-        )
+        wire = {
+            "request_id": request_id,
+            "token_ids": ids,
+            "sampling_params": _sampling_params(sampling, stop_ids, max_tokens, interval),
+            "stream": True,
+            "cache_salt": salt,
+        }
+        body = await asyncio.to_thread(_encode, wire) if len(ids) > _LARGE else _encode(wire)
         decoder = SseDecoder()
         try:
             async with self._open_session.post(

@@ -172,8 +172,7 @@ class ScriptedEngine:
                     if isinstance(until, float | int):
                         await asyncio.sleep(until)
                     else:
-                        while not until.is_set():
-                            await asyncio.sleep(0.005)
+                        await asyncio.to_thread(until.wait, 30)
                 case Error(message):
                     yield b"data: " + json.dumps({"error": {"message": message, "code": 500}}).encode() + b"\n\n"
                 case Hangup():

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,14 +24,14 @@ SHARED = Path(__file__).resolve().parents[4] / "shared"
 
 
 class Proxy:
-    """A running proxy, a run in it, and clients."""
+    """A running proxy, and clients for it."""
 
-    def __init__(self, server: ProxyServer) -> None:
-        self.server = server
+    def __init__(self, url: str, service_key: str, store: Path) -> None:
+        self.url, self.store, self.service_key = url, store, service_key
         self.control = httpx.Client(
-            base_url=f"{server.url}/gyre/v1", headers={"Authorization": f"Bearer {server.service_key}"}, timeout=30
+            base_url=f"{url}/gyre/v1", headers={"Authorization": f"Bearer {service_key}"}, timeout=30
         )
-        self.http = httpx.Client(base_url=server.url, timeout=60)
+        self.http = httpx.Client(base_url=url, timeout=60)
 
     def run(self, **body: Any) -> dict[str, Any]:
         """Open a run; give its access."""
@@ -57,26 +60,83 @@ class Proxy:
 
     def calls(self, run: str | None = None) -> list[CallRecord]:
         """Read what is recorded, through a connection of our own."""
-        with Journal(self.server.settings.store, "r") as journal:
+        with Journal(self.store, "r") as journal:
             return list(journal.calls(run))
 
     def journal(self) -> Journal:
         """Open the store for reading."""
-        return Journal(self.server.settings.store, "r")
+        return Journal(self.store, "r")
 
 
 @contextmanager
 def running(
-    model: Path, store: Path, *urls: str, template: Template | None = None, versions: dict[str, int] | None = None, **more: Any
+    model: Path,
+    store: Path,
+    *urls: str,
+    template: Template | None = None,
+    versions: dict[str, int] | None = None,
+    **more: Any,
 ) -> Iterator[Proxy]:
     """Run a proxy in a thread; `template` replaces the model's own."""
     specs = tuple(ReplicaSpec(url, (versions or {}).get(url, 0)) for url in urls)
     server = ProxyServer(ProxySettings(store=store, model=model, replicas=specs, **{"grace": 0.2, **more}), template)
     server.start_in_thread()
     try:
-        yield Proxy(server)
+        yield Proxy(server.url, server.service_key, store)
     finally:
         server.stop()
+
+
+class ProxyProcess:
+    """`gyre serve` as a process of its own, to be killed."""
+
+    def __init__(self, model: Path, store: Path, *urls: str, port: int = 0, **more: str) -> None:
+        replicas = [part for url in urls for part in ("--replica", url)]
+        options = [part for name, value in more.items() for part in (f"--{name.replace('_', '-')}", value)]
+        code = "import sys; from gyre_sdk.harness.proxy.server import main; sys.exit(main(sys.argv[1:]))"
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                code,
+                "--store",
+                str(store),
+                "--model",
+                str(model),
+                "--port",
+                str(port),
+                *replicas,
+                *options,
+            ],
+            env={**os.environ, "GYRE_SERVICE_KEY": "the-service-key"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.line = self.process.stdout.readline()
+        assert self.line.startswith("gyre-proxy ready on http://"), self.line
+        self.proxy = Proxy(self.line.split()[3], "the-service-key", store)
+
+    @property
+    def port(self) -> int:
+        return int(self.proxy.url.rsplit(":", 1)[1])
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+        self.process.wait()
+
+    def terminate(self) -> int:
+        """SIGTERM; give the exit status."""
+        self.process.terminate()
+        return self.process.wait(30)
+
+    def __enter__(self) -> ProxyProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.kill()
 
 
 def sse(text: str) -> list[Any]:

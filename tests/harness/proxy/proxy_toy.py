@@ -63,14 +63,15 @@ class Toy:
     def decode(self, ids: Sequence[int]) -> str:
         out = b""
         for number in ids:
-            if number < 256:
+            if number < 256 and number not in self.names:
                 out += bytes([number])
             else:
                 out += (self.names.get(number) or _NAMES.get(number) or f"[{number}]").encode()
         return out.decode("utf-8", "replace")
 
     def render_ids(self, messages: list[dict[str, Any]], *, tools: Any, add_generation_prompt: bool) -> list[int]:
-        ids = [token for message in messages for token in self._message(message)]
+        shown = [SYSTEM, *self.encode(json.dumps(tools)), END, NEWLINE] if tools else []
+        ids = shown + [token for message in messages for token in self._message(message)]
         return [*ids, ASSISTANT] if add_generation_prompt else ids
 
     def bridge_to_next_turn(

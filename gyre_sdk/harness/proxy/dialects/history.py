@@ -71,10 +71,12 @@ class Origin:
     shared: int
     """Leading tokens shared with the parent's `whole`."""
     fork: ForkReason | None
+    prompt: Ids
+    """The prompt's ids."""
 
 
 class History:
-    """The recorded exchanges of one run."""
+    """The recorded exchanges of one run. One thread adds; another may match meanwhile and sees a little less."""
 
     def __init__(self) -> None:
         self._roots: dict[bytes, _Node] = {}
@@ -119,7 +121,7 @@ class History:
         tools: Sequence[dict[str, object]],
         messages: Sequence[Message],
         answer: Message,
-        prompt_ids: Sequence[int],
+        prompt_ids: Sequence[int] | Ids,
         sampled_ids: Sequence[int],
         parent: str | None,
         shared: int,
@@ -132,7 +134,7 @@ class History:
         above = self._calls.get(parent) if parent else None
         if parent and (above is None or shared > len(above.whole)):
             raise TreeError(f"call {call} shares {shared} tokens with call {parent}, which does not have them")
-        whole = np.asarray([*prompt_ids, *sampled_ids], dtype=np.int32)
+        whole = np.concatenate([np.asarray(prompt_ids, np.int32), np.asarray(sampled_ids, np.int32)])
         extends = above is not None and shared == len(above.whole)
         record = Recorded(call, lane, len(self._calls), len(prompt_ids), whole, above, extends)
         self._calls[call] = record
@@ -160,19 +162,19 @@ class History:
         if match.recorded is not None:
             shared = _common(match.recorded.whole, prompt)
             if shared == len(match.recorded.whole):
-                return Origin(match.recorded, shared, None)
+                return Origin(match.recorded, shared, None, prompt)
         elif lane not in self._last:
-            return Origin(None, 0, None)
-        leaves = [record for record in self._calls.values() if not record.extended]
+            return Origin(None, 0, None, prompt)
+        leaves = [record for record in list(self._calls.values()) if not record.extended]
         scored = [(_common(record.whole, prompt), record.lane == lane, record.order, record) for record in leaves]
         if not scored:
-            return Origin(None, 0, None)
+            return Origin(None, 0, None, prompt)
         shared, *_, nearest = max(scored, key=lambda item: item[:3])
         while nearest.extends and nearest.parent is not None and len(nearest.parent.whole) >= shared:
             nearest = nearest.parent
         if shared == len(nearest.whole):
-            return Origin(nearest, shared, None)
-        return Origin(nearest, shared, self._why(lane, tools, messages, match))
+            return Origin(nearest, shared, None, prompt)
+        return Origin(nearest, shared, self._why(lane, tools, messages, match), prompt)
 
     def _why(
         self, lane: str, tools: Sequence[dict[str, object]], messages: Sequence[Message], match: Match

@@ -16,7 +16,6 @@ from gyre_sdk.harness.proxy.server.conduct import LiveCall, Services
 from gyre_sdk.harness.proxy.server.prepare import (
     OFF_LOOP,
     close_attempts,
-    messages_of,
     new_turn,
     prepare,
     revive,
@@ -119,7 +118,7 @@ class Agents:
 
     def _start(self, lane: Lane, call: LiveCall) -> None:
         run = lane.run
-        track(run, call, messages_of(call.intent))
+        track(run, call)
         run.live.add(call)
         call.start(lambda: run.live.discard(call))
 

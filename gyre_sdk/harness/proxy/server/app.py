@@ -74,7 +74,10 @@ class ProxyServer:
         registry = Registry(journal, self.settings)
         control = Control(services, registry, self.service_key)
         runner = web.AppRunner(
-            _application(self.settings, Agents(services, registry), control), access_log=None, auto_decompress=False
+            _application(self.settings, Agents(services, registry), control),
+            access_log=None,
+            auto_decompress=False,
+            lingering_time=1.0,
         )
         try:
             await runner.setup()

@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import msgspec
 from gyre_sdk.errors import GyreError, ProtocolError, RenderError, ReplicaError
 from gyre_sdk.harness.proxy.dialects import Answer, Choice, ModelRequest, TokenText
 from gyre_sdk.harness.proxy.dialects.chat import settled_length
+from gyre_sdk.harness.proxy.dialects.history import Ids
 from gyre_sdk.harness.proxy.exchange import (
     FINISHES,
     AbortAttempt,
@@ -56,6 +57,9 @@ from gyre_sdk.records import CallStatus
 
 log = logging.getLogger(__name__)
 
+LARGE = 50_000
+"""Prompts of more tokens are written in a thread, so that other streams go on."""
+
 
 @dataclass(frozen=True, slots=True)
 class Services:
@@ -78,10 +82,18 @@ class Services:
 class LiveCall:
     """A call in this process: in flight, or ended and kept for its retries."""
 
-    def __init__(self, services: Services, request: ModelRequest, intent: CallIntent, exchange: Exchange) -> None:
+    def __init__(
+        self,
+        services: Services,
+        request: ModelRequest,
+        intent: CallIntent,
+        exchange: Exchange,
+        prompt: Sequence[int] | Ids,
+    ) -> None:
         self.request = request
         self.intent = intent
         self.exchange = exchange
+        self.prompt = prompt
         self.prompt_tokens = len(intent.prompt_ids)
         self.answer: Answer | None = None
         self.finish: str | None = None
@@ -209,7 +221,10 @@ class LiveCall:
         exchange = self.exchange
         match command:
             case PersistIntent():
-                writes.intent(self.intent)
+                if self.prompt_tokens > LARGE:
+                    await asyncio.to_thread(writes.intent, self.intent)
+                else:
+                    writes.intent(self.intent)
             case FindReplica():
                 return await self._find(command)
             case PersistAttempt():
@@ -254,7 +269,7 @@ class LiveCall:
         pieces = fleet.upstream.generate(
             attempt.replica,
             request_id=attempt.request_id,
-            ids=[*self.intent.prompt_ids, *command.sampled],
+            ids=[*self.intent.prompt_ids, *command.sampled] if command.sampled else self.intent.prompt_ids,
             sampling=self.exchange.sampling,
             stop_ids=self.exchange.sampling.stop_token_ids,
             max_tokens=command.max_tokens,

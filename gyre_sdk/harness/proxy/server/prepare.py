@@ -10,7 +10,7 @@ import msgspec
 
 from gyre_sdk.errors import ProtocolError, RenderError
 from gyre_sdk.harness.proxy.dialects.canonical import Answer, Message, ModelRequest
-from gyre_sdk.harness.proxy.dialects.history import Match
+from gyre_sdk.harness.proxy.dialects.history import History, Match, Origin
 from gyre_sdk.harness.proxy.exchange import Exchange
 from gyre_sdk.harness.proxy.render import Template
 from gyre_sdk.harness.proxy.server.conduct import LiveCall, Services
@@ -33,12 +33,11 @@ async def prepare(services: Services, lane: Lane, turn: Turn, digest: str, size:
     request, run = turn.request, lane.run
     policy = services.settings.policy(lane.record.role)
     lenient = policy is HistoryPolicy.BRIDGE
-    match = run.history.match(lane.record.lane, request.tools, request.messages, lenient=lenient)
+    template, place = services.templates[policy], lane.record.lane
     if size > OFF_LOOP:
-        prompt = await asyncio.to_thread(_prompt, services.templates[policy], request, match)
+        match, prompt, origin = await asyncio.to_thread(_continue, run.history, template, place, request, lenient)
     else:
-        prompt = _prompt(services.templates[policy], request, match)
-    origin = run.history.origin(lane.record.lane, request.tools, request.messages, match, prompt)
+        match, prompt, origin = _continue(run.history, template, place, request, lenient)
     sampling = _resolve(services, request, len(prompt), run, turn.at)
     stored = RequestRecord(request.dialect, policy, digest, turn.name, 0, request.fields)
     for index in range(request.n):
@@ -57,13 +56,14 @@ async def prepare(services: Services, lane: Lane, turn: Turn, digest: str, size:
             messages=[msgspec.to_builtins(message) for message in match.messages],
             received_at=turn.at,
         )
-        turn.calls.append(LiveCall(services, request, intent, Exchange(call, sampling)))
+        turn.calls.append(LiveCall(services, request, intent, Exchange(call, sampling), origin.prompt))
     run.calls += request.n
     run.prompt_tokens += len(prompt) * request.n
 
 
-def track(run: RunState, call: LiveCall, messages: tuple[Message, ...]) -> None:
+def track(run: RunState, call: LiveCall) -> None:
     """Have a call join its run's history when it is complete."""
+    messages = tuple(msgspec.convert(call.intent.messages, list[Message]))
 
     def complete(done: LiveCall) -> None:
         intent = done.intent
@@ -74,18 +74,13 @@ def track(run: RunState, call: LiveCall, messages: tuple[Message, ...]) -> None:
             done.request.tools,
             messages,
             (done.answer or Answer()).message(),
-            intent.prompt_ids,
+            done.prompt,
             done.exchange.ids,
             intent.parent,
             intent.shared,
         )
 
     call.on_complete = complete
-
-
-def messages_of(intent: CallIntent) -> tuple[Message, ...]:
-    """Return an intent's messages."""
-    return tuple(msgspec.convert(intent.messages, list[Message]))
 
 
 def revive(services: Services, request: ModelRequest, orphans: list[Orphan]) -> Turn:
@@ -111,7 +106,7 @@ def revive(services: Services, request: ModelRequest, orphans: list[Orphan]) -> 
             fork_reason=record.fork_reason, shared=record.shared, prompt_ids=record.prompt_ids, sampling=record.sampling,
             request=msgspec.to_builtins(orphan.request), messages=orphan.messages, received_at=record.received_at,
         )  # fmt: skip
-        call = LiveCall(services, request, intent, exchange)
+        call = LiveCall(services, request, intent, exchange, record.prompt_ids)
         if ended and orphan.answer is not None:
             said = msgspec.convert(orphan.answer, Message)
             call.restore(Answer(said.content, said.reasoning, said.tool_calls), record.finish_reason or "stop")
@@ -155,6 +150,14 @@ def abort_orphan(services: Services, orphan: Orphan) -> None:
 def new_turn(request: ModelRequest) -> Turn:
     """Return a fresh turn."""
     return Turn(request, secrets.token_hex(8), time.time())
+
+
+def _continue(
+    history: History, template: Template, lane: str, request: ModelRequest, lenient: bool
+) -> tuple[Match, list[int], Origin]:
+    match = history.match(lane, request.tools, request.messages, lenient=lenient)
+    prompt = _prompt(template, request, match)
+    return match, prompt, history.origin(lane, request.tools, request.messages, match, prompt)
 
 
 def _prompt(template: Template, request: ModelRequest, match: Match) -> list[int]:
