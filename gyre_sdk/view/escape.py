@@ -18,7 +18,7 @@ def visible(text: str, limit: int) -> str:
         # A few combining marks make an accent; more of them climb over the lines above.
         marks = marks + 1 if category in ("Mn", "Me") else 0
         hide = category in _HIDDEN or marks > 2
-        piece = _SHORT.get(character, f"\\u{ord(character):04x}") if hide else character
+        piece = _SHORT.get(character, f"\\u{ord(character):04x}") if hide else " " if category == "Zs" else character
         size += len(piece)
         if size > limit:
             break

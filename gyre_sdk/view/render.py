@@ -21,6 +21,8 @@ from gyre_sdk.view.state import RunView, State
 _CHART_HEIGHT = 6
 _NARROW = 78
 """Below this width the charts stand above each other in one line."""
+_SMALL = 60
+"""Below this width lanes are not shown."""
 _STATUS_STYLE = {
     RunStatus.RUNNING: "cyan",
     RunStatus.COMPLETED: "green",
@@ -68,7 +70,7 @@ def _title(state: State, now: float, page: Page) -> RenderableType:
     line = Table.grid(expand=True, padding=(0, 1))
     line.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     line.add_column(justify="right", no_wrap=True)
-    left = Text("gyre", style="bold magenta")
+    left = Text.assemble(("gyre", "bold magenta"))
     if state.phase is not None:
         left.append("  ").append(visible(state.phase.name, 32), style="bold")
     counts = f"{len(state.active)} running, {state.ended.total()} ended, {count(state.calls)} calls, {count(state.sampled_tokens)} tokens sampled"
@@ -207,12 +209,13 @@ def _training_line(state: State, page: Page) -> Text:
 
 def _runs(state: State, now: float, page: Page, rows: int) -> RenderableType:
     table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="dim")
-    wide = page.width >= 100
+    wide = page.width >= 110
     table.add_column("state", no_wrap=True, width=9)
     table.add_column("task", no_wrap=True, overflow="ellipsis", ratio=3, min_width=8)
     if wide:
         table.add_column("group", no_wrap=True, width=12)
-    table.add_column("lane", no_wrap=True, overflow="ellipsis", width=10)
+    if page.width >= _SMALL:
+        table.add_column("lane", no_wrap=True, overflow="ellipsis", width=10)
     table.add_column("turn", justify="right", no_wrap=True, width=4)
     table.add_column("tokens", justify="right", no_wrap=True, width=6)
     if wide:
@@ -227,7 +230,7 @@ def _runs(state: State, now: float, page: Page, rows: int) -> RenderableType:
     for run in [*shown, *recent[: max(0, rows - len(active))]]:
         table.add_row(*_cells(run, state, now, page, wide), style="dim" if run.status is not RunStatus.RUNNING else "")
     if len(shown) < len(active):
-        table.add_row("", Text(f"and {len(active) - len(shown)} more", style="dim"))
+        table.add_row("", Text(f"+{len(active) - len(shown)} more", style="dim"))
     if not active and not recent:
         table.add_row("", Text("no run yet", style="dim"))
     return Panel(table, title="runs", title_align="left", box=box.ROUNDED, border_style="dim", padding=(0, 1))
@@ -239,7 +242,8 @@ def _cells(run: RunView, state: State, now: float, page: Page, wide: bool) -> It
     yield Text(visible(run.task, 60))
     if wide:
         yield _group_cell(run, state)
-    yield Text(visible(run.lane, 10))
+    if page.width >= _SMALL:
+        yield Text(visible(run.lane, 10))
     yield str(run.turn)
     yield count(run.tokens)
     if wide:
@@ -281,7 +285,7 @@ def _footer(state: State, page: Page, dropped: int) -> list[RenderableType]:
     if counts:
         lines.append(Text(", ".join(counts), style="yellow", no_wrap=True, overflow="ellipsis"))
     for at, what in list(state.problems)[-(3 if page.height >= 24 else 1) :]:
-        when = duration(at - (state.started_at or at))
+        when = duration(at - (at if state.started_at is None else state.started_at))
         lines.append(
             Text.assemble((f"{when} ", "dim"), (visible(what, page.width), "red"), no_wrap=True, overflow="ellipsis")
         )

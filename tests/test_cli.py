@@ -1,0 +1,311 @@
+"""The command `gyre` over real stores: exact lines, readable tables, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gyre_sdk.cli.follow import Follower
+from gyre_sdk.events import CallRecorded, LaneOpened, RunEnded, RunStarted
+from gyre_sdk.journal import CallIntent, Journal, TokenChunk
+from gyre_sdk.records import (
+    CallId,
+    CallStatus,
+    GroupId,
+    LaneId,
+    LaneRecord,
+    RunId,
+    RunRecord,
+    RunStatus,
+    Sampling,
+    VersionSpan,
+)
+
+GYRE = [sys.executable, "-m", "gyre_sdk.cli"]
+
+
+def gyre(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*GYRE, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **(env or {})},
+        check=False,
+    )
+
+
+def lines(*arguments: object) -> list[dict]:
+    done = gyre(*arguments)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def open_run(journal: Journal, name: str, *, group: str | None = None, at: float = 100.0) -> None:
+    run = RunRecord(RunId(name), "task", at, group=GroupId(group) if group else None)
+    lane = LaneRecord(LaneId(f"{name}-main"), RunId(name), "main", "main", None, at)
+    journal.open_run(run, lane, f"key-{name}").result()
+
+
+def record(
+    journal: Journal,
+    run: str,
+    name: str,
+    prompt: list[int],
+    sampled: list[int],
+    *,
+    role: str = "main",
+    parent: str | None = None,
+    shared: int = 0,
+    deliver: bool = True,
+    logprobs: list[float | None] | None = None,
+    at: float = 101.0,
+) -> None:
+    call = CallId(name)
+    journal.call_received(
+        CallIntent(
+            call,
+            RunId(run),
+            LaneId(f"{run}-main"),
+            role,
+            CallId(parent) if parent else None,
+            None,
+            shared,
+            prompt,
+            Sampling(),
+            {},
+            [],
+            at,
+        )
+    ).result()
+    chunk = TokenChunk(0, sampled, logprobs or [-0.5] * len(sampled), [VersionSpan(2, 0, len(sampled))])
+    journal.call_ended(call, CallStatus.COMPLETE, at=at + 1, sampled=chunk, finish_reason="stop").result()
+    if deliver:
+        journal.call_delivered(call).result()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """A store with a group of three runs: a branched one, a chain, and one that could not be scored."""
+    path = tmp_path_factory.mktemp("store") / "store.db"
+    with Journal(path) as journal:
+        for name in ("r1", "r2", "r3"):
+            open_run(journal, name, group="g")
+        record(journal, "r1", "a", [1], [2, 3])
+        record(journal, "r1", "b", [1, 2, 3, 4], [5], parent="a", shared=3)
+        record(journal, "r1", "s", [1, 2, 3, 9], [6, 6, 6], role="main-summary", parent="a", shared=3)
+        record(journal, "r1", "lost", [1], [7], deliver=False)
+        record(journal, "r2", "c", [1], [8, 8])
+        record(journal, "r3", "d", [1], [8])
+        journal.end_run(RunId("r1"), RunStatus.COMPLETED, at=110, reward=1.0).result()
+        journal.end_run(RunId("r2"), RunStatus.TIMED_OUT, at=111, reward=0.0).result()
+        journal.end_run(RunId("r3"), RunStatus.SCORER_ERROR, at=112, error="no number \x1b[2J").result()
+    return path
+
+
+def test_calls_prints_a_line_per_call_with_exact_ids(store):
+    done = gyre("calls", store, "--json")
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    for entry in found:
+        assert list(entry)[:9] == [
+            "run",
+            "lane",
+            "role",
+            "call",
+            "status",
+            "prompt_ids",
+            "sampled_ids",
+            "logprobs",
+            "versions",
+        ]
+    by_call = {entry["call"]: entry for entry in found}
+    assert set(by_call) == {"a", "b", "s", "lost", "c", "d"}
+    assert by_call["b"]["prompt_ids"] == [1, 2, 3, 4] and by_call["b"]["sampled_ids"] == [5]
+    assert by_call["b"]["logprobs"] == [-0.5] and by_call["b"]["versions"] == [{"version": 2, "start": 0, "end": 1}]
+    assert by_call["lost"]["status"] == "complete" and by_call["a"]["status"] == "delivered"
+    assert {entry["run"] for entry in lines("calls", store, "--json", "--run", "r2")} == {"r2"}
+
+
+def test_samples_prints_a_line_per_trajectory(store):
+    found = lines("samples", store, "--j-max", 5, "--json")
+    for entry in found:
+        assert list(entry)[:6] == ["run", "path_ids", "owned", "weights", "advantage", "role"]
+        assert len(entry["path_ids"]) == len(entry["owned"]) == len(entry["weights"])
+        assert all((weight > 0) == bool(owned) for weight, owned in zip(entry["weights"], entry["owned"], strict=True))
+    for run in ("r1", "r2", "r3"):
+        total = math.fsum(weight for entry in found if entry["run"] == run for weight in entry["weights"])
+        assert total == pytest.approx(1)
+    assert {entry["run"]: entry["advantage"] for entry in found} == {"r1": 0.5, "r2": -0.5, "r3": None}
+    first, second = (entry for entry in found if entry["run"] == "r1")
+    assert (first["path_ids"], first["owned"], first["role"]) == ([1, 2, 3, 4, 5], [0, 1, 1, 0, 1], "main")
+    assert (second["path_ids"], second["owned"], second["role"]) == (
+        [1, 2, 3, 9, 6, 6, 6],
+        [0, 0, 0, 0, 1, 1, 1],
+        "main-summary",
+    )
+
+
+def test_samples_options(store):
+    assert len(lines("samples", store, "--j-max", 1, "--json", "--run", "r1")) == 1
+    assert len(lines("samples", store, "--j-max", 0, "--json")) == 4
+    assert lines("samples", store, "--json", "--seed", 3) == lines("samples", store, "--json", "--seed", 3)
+    scaled = lines("samples", store, "--json", "--baseline", "population_std")
+    assert {entry["run"]: entry["advantage"] for entry in scaled} == {"r1": 1.0, "r2": -1.0, "r3": None}
+    assert "calls that are no targets: 1 orphan" in gyre("samples", store, "--json").stderr
+
+
+@pytest.mark.parametrize("command", ["runs", "calls", "samples"])
+def test_tables_are_readable_and_safe(store, command):
+    done = gyre(command, store)
+    assert done.returncode == 0 and "r1" in done.stdout and "\x1b" not in done.stdout
+    if command == "runs":
+        assert "unscored" in done.stdout and "scored 2 of 3, 0 placeholder, 1 unscored (1 scorer_error)" in done.stdout
+        assert "\\e[2J" in done.stdout
+
+
+def test_runs_as_json(store):
+    found = {entry["run"]: entry for entry in lines("runs", store, "--json")}
+    assert found["r1"]["calls"] == 4 and found["r1"]["sampled_tokens"] == 7 and found["r3"]["reward"] is None
+
+
+def test_view_once_prints_what_is_there(store):
+    done = gyre("view", store, "--once")
+    assert (
+        done.returncode == 0
+        and "run r3 ended: scorer_error, reward unscored" in done.stdout
+        and "\x1b" not in done.stdout
+    )
+
+
+def test_errors_are_one_line_and_status_2(tmp_path, store):
+    foreign, text = tmp_path / "foreign.db", tmp_path / "text"
+    sqlite3.connect(foreign).execute("CREATE TABLE t (x)").connection.close()
+    text.write_text("not a database, but long enough to be taken for one" * 40)
+    for arguments in [
+        ("calls", tmp_path / "missing"),
+        ("samples", foreign),
+        ("runs", text),
+        ("view", tmp_path),
+        ("calls", store, "--run", "nobody"),
+    ]:
+        done = gyre(*arguments, "--json") if arguments[0] in ("calls", "samples", "runs") else gyre(*arguments)
+        assert done.returncode == 2, arguments
+        assert done.stdout == "" and len(done.stderr.splitlines()) == 1 and "Traceback" not in done.stderr
+        assert done.stderr.startswith("gyre: ") and str(arguments[1]) in done.stderr
+
+
+def test_a_wrong_option_is_named():
+    done = gyre("samples", "x", "--j-max", "many")
+    assert done.returncode == 2 and "--j-max" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_following_tells_everything_once_and_calls_when_they_are_complete(tmp_path):
+    path = tmp_path / "store.db"
+    with Journal(path) as journal, Journal(path, "r") as reader:
+        follower = Follower(reader)
+        assert follower.poll() == []
+        open_run(journal, "r1")
+        assert [type(event) for event in follower.poll()] == [RunStarted, LaneOpened]
+        intent = CallIntent(
+            CallId("slow"), RunId("r1"), LaneId("r1-main"), "main", None, None, 0, [1], Sampling(), {}, [], 101.0
+        )
+        journal.call_received(intent).result()
+        record(journal, "r1", "fast", [1], [2])
+        found = follower.poll()
+        assert [event.call for event in found if isinstance(event, CallRecorded)] == ["fast"]
+        assert follower.poll() == []
+        journal.call_ended(
+            CallId("slow"),
+            CallStatus.COMPLETE,
+            at=105.0,
+            sampled=TokenChunk(0, [4, 4], [-1.0, -1.0], [VersionSpan(1, 0, 2)]),
+        ).result()
+        (late,) = follower.poll()
+        assert isinstance(late, CallRecorded) and (late.call, late.sampled_tokens, late.version) == ("slow", 2, 1)
+        journal.end_run(RunId("r1"), RunStatus.COMPLETED, at=110.0, reward=0.5).result()
+        (end,) = follower.poll()
+        assert isinstance(end, RunEnded) and (end.reward, end.seconds) == (0.5, 10.0)
+        assert follower.poll() == [] and follower.going == 0
+
+
+def test_following_shows_the_steps_of_a_trainer(tmp_path):
+    from gyre_sdk.events import StepSkipped, StepTaken, VersionPublished
+    from gyre_sdk.trainer import ledger
+
+    with Journal(tmp_path / "store.db") as journal:
+        for number, item in enumerate(
+            [
+                ledger.GroupClosed("g1", ["r1", "r2"], [1.0, 0.0], 0),
+                ledger.StepStarted(1, ["g1"]),
+                ledger.UnitSealed("u1", "g1", 2, 40),
+                ledger.StepCommitted(1, ["u1"], {"loss": 0.25, "grad_norm": 1.5}),
+                ledger.VersionPublished(1, "digest"),
+                ledger.StepStarted(2, []),
+                ledger.StepCommitted(2, [], {}),
+            ]
+        ):
+            journal.append(ledger.STREAM, type(item).__name__, item, at=100.0 + number).result()
+        step, version, skipped = Follower(journal).poll()
+    assert isinstance(step, StepTaken) and isinstance(version, VersionPublished) and isinstance(skipped, StepSkipped)
+    assert (step.loss, step.mean_reward, step.success, step.runs, step.trained_tokens) == (0.25, 0.5, 0.5, 2, 40)
+
+
+def test_view_follows_until_interrupted(tmp_path):
+    path = tmp_path / "store.db"
+    with Journal(path) as journal:
+        open_run(journal, "r1")
+        watching = subprocess.Popen(
+            [*GYRE, "view", str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        try:
+            time.sleep(2.0)
+            journal.end_run(RunId("r1"), RunStatus.COMPLETED, at=110.0, reward=0.5).result()
+            assert watching.stdout is not None
+            assert "run r1 of task started" in watching.stdout.readline()
+            assert "run r1 ended: completed, reward 0.50" in watching.stdout.readline()
+        finally:
+            watching.send_signal(2)
+            _, error = watching.communicate(timeout=20)
+    assert watching.returncode == 0 and error == ""
+
+
+def test_doctor_names_what_is_missing(tmp_path):
+    done = gyre("doctor", "--store", tmp_path / "to" / "be", env={"DOCKER_HOST": f"unix://{tmp_path}/none.sock"})
+    assert done.returncode == 0
+    found = {line.split()[1]: line.split()[0] for line in done.stdout.splitlines()}
+    assert set(found) == {"gyre", "python", "docker", "bwrap", "torch", "trl", "vllm", "ray", "disk"}
+    assert found["docker"] == "--" and "none.sock" in done.stdout
+
+
+def test_no_engine_is_one_line(tmp_path):
+    done = gyre("gc", env={"DOCKER_HOST": f"unix://{tmp_path}/none.sock"})
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "none.sock" in done.stderr
+
+
+def test_sandboxes_are_listed():
+    done = gyre("sandbox", "list")
+    assert done.returncode == 0
+    assert done.stdout.split() == sorted(
+        path.parent.name for path in (Path(__file__).parents[1] / "sandboxes").glob("*/Dockerfile")
+    )
+
+
+def test_serve_hands_its_options_to_the_proxy():
+    done = gyre("serve", "--help")
+    assert done.returncode == 0 and "--replica" in done.stdout
+    done = gyre("serve", "--replica", "http://127.0.0.1:1")
+    assert done.returncode == 2 and "--store" in done.stderr
+
+
+def test_help_stays_quick_and_light():
+    code = "import sys, gyre_sdk.cli; print([name for name in ('torch', 'transformers', 'trl', 'vllm', 'ray', 'litellm') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,183 @@
+"""The fold: what it counts, that it stays small, that order and gaps do not break it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gyre_sdk.events import (
+    AnyEvent,
+    CallRecorded,
+    EvaluationMeasured,
+    GroupClosed,
+    LaneOpened,
+    PhaseStarted,
+    ProcessRestarted,
+    RunEnded,
+    RunStarted,
+    StepSkipped,
+    StepTaken,
+    ToolRan,
+    VersionPublished,
+)
+from gyre_sdk.records import RunStatus
+from gyre_sdk.view.state import State
+
+
+def step(number: int, at: float, *, steps: int = 10, reward: float = 0.5) -> StepTaken:
+    return StepTaken(at, number, steps, 0.1, 1.0, 100, 8, reward, 0.25)
+
+
+def fold(*events: AnyEvent) -> State:
+    state = State()
+    for event in events:
+        state.apply(event)
+    return state
+
+
+def test_a_run_from_start_to_end():
+    state = fold(
+        RunStarted(0.0, "r", "task", "g"),
+        LaneOpened(0.1, "r", "l1", "main", "main"),
+        LaneOpened(0.2, "r", "l2", "subagent", "reviewer"),
+        CallRecorded(1.0, "r", "l1", "main", "c1", 100, 20, 3),
+        CallRecorded(2.0, "r", "l2", "subagent", "c2", 50, 5, 4),
+        ToolRan(3.0, "r", "pytest -q", 1, 0.5),
+    )
+    run = state.active["r"]
+    assert (run.lane, run.turn, run.tokens, run.context, run.version) == ("reviewer", 2, 25, 55, 4)
+    assert (run.command, run.exit_code) == ("pytest -q", 1)
+    assert state.open_groups["g"].started == 1
+    state.apply(RunEnded(4.0, "r", RunStatus.TIMED_OUT, 0.5, 4.0))
+    assert state.active == {} and state.finished[0].reward == 0.5
+    assert (state.scored, state.unscored, state.calls, state.sampled_tokens) == (1, 0, 2, 25)
+    assert state.open_groups["g"].ended == 1
+    state.apply(GroupClosed(5.0, "g", 1, 1, 0.5, False))
+    assert state.open_groups == {} and state.groups == {"too small": 1}
+
+
+def test_unscored_is_not_zero():
+    state = fold(RunStarted(0, "r", "t", None), RunEnded(1, "r", RunStatus.SCORER_ERROR, None, 1))
+    assert state.mean_reward is None and state.unscored == 1 and state.problems
+
+
+def test_what_trains_nothing_is_counted():
+    state = fold(
+        GroupClosed(0, "a", 4, 4, 1.0, False),
+        GroupClosed(0, "b", 1, 4, 1.0, False),
+        GroupClosed(0, "c", 4, 4, 0.5, True),
+        StepSkipped(1, 1, "no contrast"),
+        ProcessRestarted(2, "engine", "killed"),
+    )
+    assert state.groups == {"flat": 1, "too small": 1, "trained": 1}
+    assert state.skipped == {"no contrast": 1} and state.restarts == {"engine": 1} and len(state.problems) == 2
+
+
+def test_progress_of_training_counts_steps_and_of_an_evaluation_runs():
+    state = fold(
+        PhaseStarted(0, "before", 2),
+        RunStarted(0, "e", "t", None, "before"),
+        RunEnded(5, "e", RunStatus.COMPLETED, 1, 5),
+    )
+    assert state.phase.done == 1 and state.phase.eta(5.0) == pytest.approx(5.0)
+    state.apply(PhaseStarted(10, "train", 10))
+    for number in range(4):
+        state.apply(RunStarted(10, f"r{number}", "t", "g"))
+        state.apply(RunEnded(11, f"r{number}", RunStatus.COMPLETED, 1, 1))
+    assert state.phase.done == 0 and state.phase.eta(11) is None
+    state.apply(step(1, 20))
+    state.apply(step(2, 30))
+    assert state.phase.done == 2 and state.phase.eta(30) == pytest.approx(80)
+    assert state.phase.eta(35) == pytest.approx(75), "time runs down between steps"
+    state.apply(StepSkipped(40, 3, "flat"))
+    assert state.phase.done == 3
+
+
+def test_a_resumed_training_counts_from_where_it_took_up():
+    state = fold(PhaseStarted(0, "train", 5), step(26, 10, steps=30), step(27, 20, steps=30))
+    assert state.phase.done == 2 and state.phase.eta(20) == pytest.approx(30)
+
+
+def test_the_pace_is_that_of_the_last_units():
+    state = fold(PhaseStarted(0, "train", 100), *(step(number, 100.0 + number, steps=100) for number in range(1, 21)))
+    assert state.phase.eta(120.0) == pytest.approx(80), "the slow first step is forgotten"
+
+
+def test_long_trainings_stay_small():
+    state = State()
+    for number in range(5000):
+        state.apply(RunStarted(number, f"r{number}", "t", f"g{number}"))
+        state.apply(RunEnded(number, f"r{number}", RunStatus.AGENT_ERROR, None, 1))
+        state.apply(GroupClosed(number, f"g{number}", 0, 1, None, False))
+        state.apply(step(number + 1, number, steps=5000))
+    assert len(state.finished) <= 8 and len(state.problems) <= 8 and not state.open_groups and not state.active
+    assert len(state.steps) <= 2048 and state.ended.total() == 5000
+
+
+_names = st.sampled_from(["r1", "r2", "r3"])
+_times = st.floats(0, 1e9)
+_any = st.one_of(
+    st.builds(
+        RunStarted, _times, _names, st.text(), st.one_of(st.none(), st.just("g")), st.sampled_from(["train", "before"])
+    ),
+    st.builds(LaneOpened, _times, _names, st.just("l"), st.text(), st.text()),
+    st.builds(
+        CallRecorded,
+        _times,
+        _names,
+        st.just("l"),
+        st.text(),
+        st.just("c"),
+        st.integers(0, 9),
+        st.integers(0, 9),
+        st.integers(0, 9),
+    ),
+    st.builds(ToolRan, _times, _names, st.text(), st.integers(-9, 255), _times),
+    st.builds(
+        RunEnded, _times, _names, st.sampled_from(RunStatus), st.one_of(st.none(), st.floats(allow_nan=True)), _times
+    ),
+    st.builds(GroupClosed, _times, st.just("g"), st.integers(0, 4), st.integers(0, 4), st.none(), st.booleans()),
+    st.builds(
+        StepTaken,
+        _times,
+        st.integers(0, 99),
+        st.integers(0, 9),
+        st.floats(),
+        st.floats(),
+        st.integers(0, 9),
+        st.integers(0, 9),
+        st.floats(),
+        st.floats(0, 1),
+    ),
+    st.builds(StepSkipped, _times, st.integers(0, 99), st.text()),
+    st.builds(VersionPublished, _times, st.integers(0, 9), _times),
+    st.builds(EvaluationMeasured, _times, st.text(), st.integers(0, 9), st.floats(), st.floats(0, 1)),
+    st.builds(ProcessRestarted, _times, st.text(), st.text()),
+    st.builds(PhaseStarted, _times, st.text(), st.integers(0, 9)),
+)
+
+
+@given(st.lists(_any, max_size=30), st.integers(20, 160), st.integers(5, 60))
+def test_any_sequence_of_events_can_be_folded_and_drawn(events, width, height):
+    import io
+
+    from rich.console import Console
+
+    from gyre_sdk.view import Page, render
+    from gyre_sdk.view.plain import PlainLines
+
+    state, plain = State(), PlainLines()
+    for event in events:
+        state.apply(event)
+        for line in plain.lines(event, state):
+            assert line.isprintable()
+    out = io.StringIO()
+    Console(file=out, width=width, height=height, color_system=None).print(
+        render(state, state.now, Page(width, height))
+    )
+    assert all(character.isprintable() or character == "\n" for character in out.getvalue())
+    again = State()
+    for event in events:
+        again.apply(event)
+    assert again.ended == state.ended and again.active == state.active
