@@ -61,7 +61,7 @@ class AgentConfig(msgspec.Struct, frozen=True):
     """The user's agent."""
 
     function: str
-    """`module:function`; called as `function(agent, task, **options)` inside a session."""
+    """`module:function`; called as `function(agent, **options)` inside a session; the task is `agent.task`."""
     options: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
@@ -82,8 +82,8 @@ class RolloutConfig(msgspec.Struct, frozen=True):
     publish_every: Positive = 1
     """mu: steps of a burst, after which new weights are published."""
     workspace: Literal["docker", "local", "auto"] = "docker"
-    workspace_options: dict[str, Any] = {}
-    """Passed to `WorkspacePool`, for example `reuse`."""
+    recycle: bool = False
+    """Clean containers between runs and use them again, where that is safe."""
     timeout_s: Seconds | None = None
     """Wall time of a run; its work so far is scored. None: the task's own limit."""
     turns: Positive | None = None

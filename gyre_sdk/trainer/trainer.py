@@ -25,6 +25,7 @@ from trl.trainer.utils import disable_dropout_in_model
 
 from gyre_sdk.errors import TrainerError
 from gyre_sdk.trainer.attention.flat import FlatExecutor, collate, plan
+from gyre_sdk.trainer.config import TrainConfig
 from gyre_sdk.trainer.loss import SUMS, LossOptions, Totals, coefficients, denominator, describe, token_loss
 from gyre_sdk.trainer.units import Unit
 
@@ -228,3 +229,48 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
             report.metrics["grad_norm"] = self._grad_norm
             report.metrics["learning_rate"] = self._get_learning_rate()
         self._on_step(report)
+
+
+def make_trainer(config: TrainConfig, model: Any, folder: Path, batches: Any, **callbacks: Any) -> TreeGRPOTrainer:
+    """Return the trainer that a config describes."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    schedule: dict[str, tuple[str, dict[str, float]]] = {
+        "constant": ("constant", {}),
+        "constant_with_warmup": ("constant_with_warmup", {}),
+        # with power 1, transformers' polynomial schedule is the linear one with an end above 0
+        "linear": ("polynomial", {"lr_end": config.learning_rate * config.final_learning_rate, "power": 1.0}),
+        "cosine": ("cosine_with_min_lr", {"min_lr_rate": config.final_learning_rate}),
+    }
+    kind, options = schedule[config.schedule]
+    args = TreeGRPOConfig(
+        output_dir=str(folder),
+        max_steps=config.steps,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type=kind,
+        lr_scheduler_kwargs=options,
+        warmup_steps=config.warmup_steps,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+        epsilon=config.epsilon,
+        epsilon_high=config.epsilon_high,
+        loss_type=config.loss_type,
+        max_completion_length=config.max_completion_length,
+        importance_sampling=config.importance_sampling,
+        importance_sampling_cap=config.importance_sampling_cap,
+        negative_advantage_scale=config.negative_advantage_scale,
+        micro_batch_tokens=config.micro_batch_tokens,
+        seed=config.seed,
+        save_strategy="steps",
+        save_steps=config.save_every,
+        save_total_limit=config.keep_checkpoints,
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        ignore_data_skip=True,
+        dataloader_pin_memory=False,
+        use_cpu=not torch.cuda.is_available(),
+    )
+    return TreeGRPOTrainer(model, args, batches, **callbacks)

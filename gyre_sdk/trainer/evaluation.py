@@ -1,0 +1,116 @@
+"""Evaluation: runs of the served policy that are recorded under a name and never trained."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gyre_sdk.errors import GyreError, TrainerError
+from gyre_sdk.events import EvaluationMeasured, PhaseStarted
+from gyre_sdk.harness.hooks import unobserved
+from gyre_sdk.harness.ports import Observer
+from gyre_sdk.harness.task import Task
+from gyre_sdk.journal import Journal
+from gyre_sdk.records import RunRecord, RunStatus
+from gyre_sdk.trainer.config import TrainerConfig
+from gyre_sdk.trainer.rollouts import Workers
+from gyre_sdk.trainer.stack import Stack
+
+_LOOK = 1.0
+
+
+class Evaluation(msgspec.Struct, frozen=True):
+    """What an evaluation measured."""
+
+    name: str
+    runs: int
+    """Ended runs, one per task; the unscored ones count as reward 0 and no success."""
+    scored: int
+    reward: float
+    """Mean over `runs`."""
+    success: float
+    """Fraction of `runs` with full reward."""
+
+
+def evaluate(
+    config: TrainerConfig,
+    tasks: Sequence[Task],
+    *,
+    name: str,
+    temperature: float | None = None,
+    observer: Observer = unobserved,
+    stack: Stack | None = None,
+    base: Path | None = None,
+) -> Evaluation:
+    """Run the agent once on each task against the policy being served now.
+
+    Tasks that have an ended run under this name already are not run again, so a killed evaluation goes on where it was.
+
+    Args:
+        name: what the runs are recorded under (`split`); not `train`.
+        temperature: passed to the agent function as `temperature`; None passes nothing.
+        stack: running processes to use; None starts and stops its own.
+
+    Raises:
+        TrainerError: no run could be recorded.
+    """
+    if stack is None:
+        with Stack(config, observer, base=base) as own:
+            return evaluate(config, tasks, name=name, temperature=temperature, stack=own)
+    if name == "train":
+        raise TrainerError("an evaluation cannot be named 'train': its runs would be taken for training data")
+    done = ended(stack.journal, name)
+    missing = [task for task in tasks if task.name not in done]
+    stack.observer(PhaseStarted(time.time(), name, len(missing)))
+    if missing:
+        _run_all(stack, missing, name, {} if temperature is None else {"temperature": temperature})
+        done = ended(stack.journal, name)
+    runs = [done[task.name] for task in tasks if task.name in done]
+    if not runs:
+        raise TrainerError(f"evaluation {name!r} has no ended run; see {config.output.dir / 'logs'}")
+    rewards = [run.reward if run.reward is not None else 0.0 for run in runs]
+    found = Evaluation(
+        name=name,
+        runs=len(runs),
+        scored=sum(run.reward is not None and not run.placeholder for run in runs),
+        reward=sum(rewards) / len(runs),
+        success=sum(reward >= config.rollout.success_at for reward in rewards) / len(runs),
+    )
+    stack.observer(EvaluationMeasured(time.time(), name, found.runs, found.reward, found.success))
+    return found
+
+
+def ended(journal: Journal, name: str) -> dict[str, RunRecord]:
+    """Return the ended runs of an evaluation by task, the last of each."""
+    return {
+        run.task: run
+        for run in journal.runs()
+        if run.metadata.get("split") == name and run.status not in (RunStatus.RUNNING, RunStatus.CANCELLED)
+    }
+
+
+def _run_all(stack: Stack, tasks: Sequence[Task], name: str, options: dict[str, Any]) -> None:
+    finished = threading.Semaphore(0)
+
+    def run(task: Task) -> None:
+        try:
+            stack.run_session(task, split=name, options=options)
+        except GyreError:
+            raise
+        except Exception:  # boundary: the user's agent; the session has recorded it
+            pass
+        finally:
+            finished.release()
+
+    workers = Workers(min(stack.config.rollout.concurrency, len(tasks)), "evaluation")
+    for task in tasks:
+        workers.submit(lambda task=task: run(task))  # type: ignore[misc]
+    for _ in tasks:
+        while not finished.acquire(timeout=_LOOK):
+            stack.check()
+    workers.stop(_LOOK)

@@ -1,0 +1,113 @@
+"""`gyre-train CONFIG.toml`: train, watching a live view; the same command again resumes.
+
+Exit status: 0 done, 1 training could not go on, 2 the settings are wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from gyre_sdk.errors import GyreError, SettingsError
+
+DONE, FAILED, MISCONFIGURED, INTERRUPTED = 0, 1, 2, 130
+
+
+def command(
+    config: Annotated[Path, typer.Argument(help="TOML file; see the user guide for its keys.")],
+    steps: Annotated[int | None, typer.Option(help="Train to this many steps; sets train.steps.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set any key.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Print lines in place of the live view.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print the report as one JSON line at the end.")] = False,
+    evaluate: Annotated[str | None, typer.Option(help="Evaluate under this name; do not train.")] = None,
+) -> None:
+    """Train the policy of a config on what its agent does; run it again to resume."""
+    raise typer.Exit(_guarded(config, steps, set_ or [], plain, json_, evaluate))
+
+
+def _guarded(
+    config: Path, steps: int | None, pairs: list[str], plain: bool, as_json: bool, evaluation: str | None
+) -> int:
+    try:
+        return _run(config, steps, pairs, plain, as_json, evaluation)
+    except SettingsError as error:
+        sys.stderr.write(f"gyre-train: {error}\n")
+        return MISCONFIGURED
+    except GyreError as error:
+        sys.stderr.write(f"gyre-train: {type(error).__name__}: {error}\n")
+        return FAILED
+    except KeyboardInterrupt:
+        sys.stderr.write("gyre-train: stopped; run the same command again to resume\n")
+        return INTERRUPTED
+
+
+def _run(path: Path, steps: int | None, pairs: list[str], plain: bool, as_json: bool, evaluation: str | None) -> int:
+    from gyre_sdk.trainer.config import load_config
+
+    overrides = [*pairs, *([] if steps is None else [f"train.steps={steps}"])]
+    config = load_config(path, overrides)
+    quiet_libraries()
+    from gyre_sdk.trainer.evaluation import evaluate
+    from gyre_sdk.trainer.stack import Stack
+
+    report: msgspec.Struct
+    with _view(plain) as observer, Stack(config, observer, base=path.resolve().parent) as stack:
+        if evaluation is None:
+            from gyre_sdk.trainer.training import train
+
+            report = train(config, stack=stack)
+        else:
+            report = evaluate(config, stack.tasks, name=evaluation, stack=stack)
+    if as_json:
+        sys.stdout.write(json.dumps(msgspec.to_builtins(report)) + "\n")
+    return DONE
+
+
+def quiet_libraries() -> None:
+    """Keep libraries offline and off the terminal, before they are first imported."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for name in ("transformers", "trl", "accelerate", "httpx"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _view(plain: bool) -> AbstractContextManager[Any]:
+    from gyre_sdk.view import LiveView
+
+    return LiveView(plain=True) if plain else LiveView()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; return the exit status."""
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    app = typer.Typer(add_completion=False)
+    app.command()(command)
+    try:
+        app(args=None if argv is None else list(argv), prog_name="gyre-train")
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else DONE
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return DONE
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""Supervised child processes: the engine and the proxy.
+
+A child runs on a leash (`leash.py`), in its own process group, with its output in a log file. It is ready when it
+prints its ready line, which names its URL. One that dies is started again on the same port, so that the retries of
+agents reach it, at most `RESTARTS` times in `WINDOW` seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gyre_sdk.errors import TrainerError
+from gyre_sdk.events import ProcessRestarted
+from gyre_sdk.harness.ports import Observer
+
+RESTARTS = 5
+WINDOW = 60.0
+_READY_TIMEOUT = 180.0
+_STOP_TIMEOUT = 10.0
+_POLL = 0.05
+
+_log = logging.getLogger("gyre.trainer")
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """How a child is started."""
+
+    name: str
+    command: Callable[[int], list[str]]
+    """Port -> module and arguments. 0 for the first start: any free one."""
+    ready: str
+    """Start of the ready line; the URL follows it."""
+    log: Path
+    port: int = 0
+    """Port of the first start."""
+    on_ready: Callable[[str], None] = lambda url: None
+    """Called with the URL after every start but the first, before the child counts as ready."""
+
+
+class Child:
+    """One supervised process. `begin` starts it, `wait` waits until it is ready, `stop` ends all that it started."""
+
+    def __init__(self, spec: ChildSpec, observer: Observer) -> None:
+        self.spec = spec
+        self.url = ""
+        self._observer = observer
+        self._port = spec.port
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = threading.Event()
+        self._started = threading.Event()
+        self._failure: TrainerError | None = None
+        self._thread = threading.Thread(target=self._supervise, name=f"supervise {spec.name}", daemon=True)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child that runs now, or 0."""
+        process = self._process
+        return process.pid if process is not None else 0
+
+    def begin(self) -> None:
+        """Start the child."""
+        self._thread.start()
+
+    def wait(self) -> str:
+        """Wait until the child is ready; return its URL.
+
+        Raises:
+            TrainerError: it did not get ready; the message holds the end of its log.
+        """
+        self._started.wait()
+        self.check()
+        return self.url
+
+    def check(self) -> None:
+        """Raise when the child was given up.
+
+        Raises:
+            TrainerError: it could not be started, or died too often.
+        """
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """End the child's process group: SIGTERM, and SIGKILL for what is left after a while. Idempotent."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    # -- the supervising thread: it lives as long as the child may, as the leash asks ---------------------------------
+
+    def _supervise(self) -> None:
+        deaths: deque[float] = deque(maxlen=RESTARTS)
+        try:
+            self._launch()
+            self._started.set()
+            while not self._stopping.wait(_POLL):
+                assert self._process is not None
+                status = self._process.poll()
+                if status is None:
+                    continue
+                deaths.append(time.monotonic())
+                if len(deaths) == RESTARTS and deaths[-1] - deaths[0] < WINDOW:
+                    raise TrainerError(
+                        f"the {self.spec.name} died {RESTARTS} times in {WINDOW:.0f} s, last with {_reason(status)};"
+                        f" see {self.spec.log}:\n{_tail(self.spec.log)}"
+                    )
+                _log.warning("the %s ended with %s and is started again", self.spec.name, _reason(status))
+                self._end_group()
+                if not self._launch(again=True):
+                    continue  # it died while it started: counted like any other death
+                self.spec.on_ready(self.url)
+                self._observer(ProcessRestarted(time.time(), self.spec.name, _reason(status)))
+        except TrainerError as error:
+            self._failure = error
+        except Exception as error:  # boundary: top of the supervising thread
+            self._failure = TrainerError(f"supervision of the {self.spec.name} failed: {type(error).__name__}: {error}")
+            _log.exception("supervision of the %s failed", self.spec.name)
+        finally:
+            self._started.set()
+            self._end_group()
+
+    def _launch(self, *, again: bool = False) -> bool:
+        """Start the process and wait until it is ready; False when it died before, and it is not the first start."""
+        self.spec.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.spec.log.open("ab") as log:
+            seen = log.seek(0, os.SEEK_END)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "gyre_sdk.trainer.leash", *self.spec.command(self._port)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        url = self._wait_ready(seen, again)
+        if url is None:
+            return False
+        self.url = url
+        found = re.search(r":(\d+)$", url)
+        if found:
+            self._port = int(found.group(1))
+        return True
+
+    def _wait_ready(self, seen: int, again: bool) -> str | None:
+        process = self._process
+        assert process is not None
+        line = re.compile(re.escape(self.spec.ready).encode() + rb"\s+(\S+)")
+        give_up = time.monotonic() + _READY_TIMEOUT
+        while not self._stopping.wait(_POLL):
+            with self.spec.log.open("rb") as log:
+                log.seek(seen)
+                found = line.search(log.read())
+            if found:
+                return found.group(1).decode().rstrip("/")
+            status = process.poll()
+            if status is not None:
+                if again:
+                    return None
+                raise TrainerError(
+                    f"the {self.spec.name} did not start: it ended with {_reason(status)}; see {self.spec.log}:\n"
+                    f"{_tail(self.spec.log)}"
+                )
+            if time.monotonic() > give_up:
+                raise TrainerError(
+                    f"the {self.spec.name} was not ready after {_READY_TIMEOUT:.0f} s; see {self.spec.log}:\n"
+                    f"{_tail(self.spec.log)}"
+                )
+        raise TrainerError(f"the {self.spec.name} was stopped while it started")
+
+    def _end_group(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        if process.poll() is None:
+            _signal_group(process.pid, signal.SIGTERM)
+            try:
+                process.wait(_STOP_TIMEOUT)
+            except subprocess.TimeoutExpired:
+                _log.warning("the %s did not end in %.0f s and is killed", self.spec.name, _STOP_TIMEOUT)
+        _signal_group(process.pid, signal.SIGKILL)
+        process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    try:
+        os.killpg(pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass  # the group is gone; a group of zombies answers with the second on some systems
+
+
+def _reason(status: int) -> str:
+    if status < 0:
+        try:
+            return f"signal {signal.Signals(-status).name}"
+        except ValueError:
+            return f"signal {-status}"
+    return f"exit status {status}"
+
+
+def _tail(path: Path, lines: int = 12) -> str:
+    try:
+        return "\n".join(path.read_text("utf-8", "replace").splitlines()[-lines:])
+    except OSError:
+        return ""

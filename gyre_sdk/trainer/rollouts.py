@@ -1,0 +1,279 @@
+"""Rollouts: plans groups of runs, runs the agent on them in threads, closes groups. No torch.
+
+A group is a task and N runs of it. Groups are planned in a seeded order, durably, each at the next index; the index is
+the cursor. Steps consume groups in that order, B at a time, so fast tasks are not over-represented.
+
+How far dispatch may run ahead (arXiv:2609.33848): at a burst's boundary, `(phi + mu) * B` groups are in flight for an
+allowed staleness of phi steps and bursts of mu steps. So with c groups used by the steps behind the weights being served,
+group i may start once i < c + (phi + mu) * B. Training goes on meanwhile.
+
+A run that fails never stops the loop: it is recorded, and its group closes with what it has.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from gyre_sdk import events
+from gyre_sdk.credit import group_credit
+from gyre_sdk.errors import GyreError, ServiceError, TrainerError
+from gyre_sdk.harness.ports import Observer
+from gyre_sdk.harness.task import Task
+from gyre_sdk.journal import Journal
+from gyre_sdk.records import RunRecord, RunStatus
+from gyre_sdk.trainer.ledger import GroupClosed, GroupPlanned, Ledger
+
+_log = logging.getLogger("gyre.trainer")
+_SERVICE_RETRIES = 3
+_LOOK = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How many, how far ahead, in which order."""
+
+    groups_per_step: int
+    """B."""
+    runs_per_group: int
+    """N."""
+    staleness: int
+    """phi."""
+    publish_every: int
+    """mu."""
+    steps: int
+    """Of the whole training; no group is planned that no step will use."""
+    seed: int = 0
+
+    def limit(self, published_step: int, used: int) -> int:
+        """Return the number of groups that may have been started.
+
+        Args:
+            published_step: steps behind the weights being served.
+            used: groups that these steps used.
+        """
+        ahead = min(self.staleness + self.publish_every, self.steps - published_step)
+        return used + max(0, ahead) * self.groups_per_step
+
+    def task_at(self, index: int, tasks: int) -> int:
+        """Return which task the group at an index is about: every task once per round, each round shuffled anew."""
+        around, place = divmod(index, tasks)
+        order = list(range(tasks))
+        random.Random(f"{self.seed}:{around}").shuffle(order)
+        return order[place]
+
+
+RunOnce = Callable[[Task, str, int], None]
+"""Task, group, member -> one session, from its record to its end. Raises what the agent raised, recorded already."""
+
+
+class Workers:
+    """Daemon threads that take jobs from a queue in order."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, name=f"{name} {n}", daemon=True) for n in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Queue a job."""
+        self._jobs.put(job)
+
+    def stop(self, seconds: float) -> bool:
+        """Let running jobs end, for at most `seconds`; True when all did."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        give_up = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, give_up - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:  # boundary: top of a worker's job
+                _log.exception("a rollout worker's job failed")
+
+
+class Rollouts:
+    """Keeps groups in flight and hands closed ones to the trainer."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        tasks: Sequence[Task],
+        run_once: RunOnce,
+        *,
+        journal: Journal,
+        ledger: Ledger,
+        observer: Observer,
+        concurrency: int,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`check` raises when the processes behind the runs were given up."""
+        if not tasks:
+            raise TrainerError("there are no tasks to train on; check [tasks] in the config")
+        self._plan = plan
+        self._tasks = tasks
+        self._by_name = {task.name: task for task in tasks}
+        self._run_once = run_once
+        self._journal = journal
+        self._ledger = ledger
+        self._observer = observer
+        self._workers = Workers(concurrency, "rollout")
+        self._changed = threading.Condition()
+        self._open: dict[str, int] = {}
+        """Group in flight -> members that have not ended."""
+        self._limit = 0
+        self._stopping = False
+        self._check = check
+
+    # -- the trainer's side ------------------------------------------------------------------------------------------
+
+    def start(self, published_step: int, unfinished: Sequence[str] = ()) -> None:
+        """Take up groups that an earlier trainer left unfinished, then plan new ones."""
+        with self._changed:
+            for group in unfinished:
+                self._dispatch(group)
+        self.advance(published_step)
+
+    def advance(self, published_step: int) -> None:
+        """Allow more groups: weights that `published_step` steps are behind are served now."""
+        with self._changed:
+            steps = self._ledger.state.steps
+            used = sum(len(kept.groups) for step, kept in steps.items() if step <= published_step)
+            self._limit = max(self._limit, self._plan.limit(published_step, used))
+            while not self._stopping and self._ledger.state.next_group < self._limit:
+                index = self._ledger.state.next_group
+                task = self._tasks[self._plan.task_at(index, len(self._tasks))]
+                group = f"group-{index:06d}"
+                self._ledger.add(GroupPlanned(group, index, task.name, self._plan.runs_per_group), at=time.time())
+                self._dispatch(group)
+
+    def take(self) -> list[str]:
+        """Return the groups of the next step: the next B in the order planned that no step has used."""
+        with self._changed:
+            return self._ledger.state.unused()[: self._plan.groups_per_step]
+
+    def closed(self, groups: Sequence[str]) -> Iterator[GroupClosed]:
+        """Yield these groups as they close, in the order in which they do.
+
+        Raises:
+            TrainerError: rollouts were stopped or cannot go on.
+        """
+        waiting = list(groups)
+        while waiting:
+            with self._changed:
+                found = next((group for group in waiting if self._ledger.state.groups[group].closed), None)
+                if found is None:
+                    if self._stopping:
+                        raise TrainerError("rollouts were stopped")
+                    self._changed.wait(_LOOK)
+            if found is None:
+                self._check()
+                continue
+            waiting.remove(found)
+            closed = self._ledger.state.groups[found].closed
+            assert closed is not None
+            yield closed
+
+    def stop(self, seconds: float) -> bool:
+        """Start nothing more; wait for the runs in flight, for at most `seconds`. True when all ended."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        return self._workers.stop(seconds)
+
+    # -- groups --------------------------------------------------------------------------------------------------------
+
+    def _dispatch(self, group: str) -> None:
+        """Queue the members of a group that have no ended run yet."""
+        planned = self._ledger.state.groups[group]
+        task = self._by_name.get(planned.task)
+        if task is None:
+            raise TrainerError(
+                f"group {group} is about task {planned.task!r}, which is not among the tasks any more; keep [tasks] as"
+                " it was, or start with a new store"
+            )
+        have = {run.member for run in usable_runs(self._journal.runs(group=group))}
+        missing = [member for member in range(planned.members) if member not in have]
+        self._open[group] = len(missing)
+        for member in missing:
+            self._workers.submit(lambda member=member: self._member(task, group, member))  # type: ignore[misc]
+        if not missing:
+            self._close(group)
+
+    def _member(self, task: Task, group: str, member: int) -> None:
+        for attempt in range(_SERVICE_RETRIES):
+            if self._stopping:
+                return
+            try:
+                self._run_once(task, group, member)
+            except ServiceError as error:
+                _log.warning("run %d of %s: %s", member, group, error)
+                time.sleep(0.5 * 2**attempt)
+                if not self._unrecorded(group, member):
+                    break
+                continue
+            except GyreError as error:
+                _log.warning("run %d of %s: %s", member, group, error)
+            except Exception as error:  # boundary: the user's agent; the session has recorded it
+                _log.info("run %d of %s: %s: %s", member, group, type(error).__name__, error)
+            break
+        with self._changed:
+            self._open[group] -= 1
+            if self._open[group] == 0:
+                self._close(group)
+
+    def _unrecorded(self, group: str, member: int) -> bool:
+        return all(run.member != member for run in self._journal.runs(group=group))
+
+    def _close(self, group: str) -> None:
+        """Record a group whose members have all ended. The lock is held."""
+        del self._open[group]
+        runs = usable_runs(self._journal.runs(group=group))
+        versions = [run.dispatch_version for run in runs]
+        self._ledger.add(
+            GroupClosed(group, [run.run for run in runs], [run.reward for run in runs], min(versions, default=0)),
+            at=time.time(),
+        )
+        credit = group_credit(runs)
+        self._observer(
+            events.GroupClosed(
+                time.time(),
+                group,
+                scored=credit.scored,
+                started=credit.started,
+                mean_reward=credit.mean,
+                trainable=credit.dropped is None,
+            )
+        )
+        self._changed.notify_all()
+
+
+def usable_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Return the ended runs of a group that count, one per member: the last that was not cancelled."""
+    members: dict[int, RunRecord] = {}
+    for run in runs:
+        if run.status not in (RunStatus.RUNNING, RunStatus.CANCELLED):
+            members[run.member] = run
+    return [members[member] for member in sorted(members)]
+
+
+def cancel_orphans(journal: Journal) -> int:
+    """End runs that a dead process left running as cancelled; return how many."""
+    orphans = journal.runs(status=RunStatus.RUNNING)
+    writes = [
+        journal.end_run(run.run, RunStatus.CANCELLED, at=time.time(), error="the process that ran it ended")
+        for run in orphans
+    ]
+    for write in writes:
+        write.result()
+    return len(orphans)

@@ -1,0 +1,252 @@
+"""Training: wires rollouts, units, ledger, trainer and publication into the loop.
+
+    plan -> runs -> closed groups -> units -> gradient -> step -> commit -> publish -> further runs; checkpoint
+
+The trainer's thread takes closed groups as they come, while further runs go on in threads. What is durable, and in which
+order, is the ledger's: a step is committed before its weights are published, and published before its checkpoint counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from gyre_sdk import events
+from gyre_sdk.credit import Baseline
+from gyre_sdk.errors import SettingsError, TrainerError
+from gyre_sdk.harness.hooks import unobserved
+from gyre_sdk.harness.ports import Observer
+from gyre_sdk.trainer.checkpoints import folder_digest, remove_after
+from gyre_sdk.trainer.config import TrainerConfig
+from gyre_sdk.trainer.ledger import CheckpointSaved, GroupClosed, Resumed, StepCommitted, StepStarted, UnitSealed
+from gyre_sdk.trainer.rollouts import Plan, Rollouts
+from gyre_sdk.trainer.stack import Stack
+from gyre_sdk.trainer.trainer import StepReport, make_trainer
+from gyre_sdk.trainer.units import Sealer, Unit
+from gyre_sdk.trainer.weights import full_weights
+
+_STOP_SECONDS = 5.0
+_HOPELESS_STEPS = 2
+"""Steps in a row without one scored run, after which training gives up."""
+
+
+class TrainReport(msgspec.Struct, frozen=True):
+    """What a training came to; counts are of this process."""
+
+    steps: int
+    """Steps of the lineage, those of earlier processes included."""
+    resumed_from: int
+    """Step that this process took up at."""
+    skipped: int
+    """Steps with nothing to train."""
+    runs: int
+    """Runs of the groups that its steps used."""
+    trained_tokens: int
+    version: int
+    """Version being served at the end."""
+    versions: int
+    """Versions published in this store, the starting policy not counted."""
+    seconds: float
+    metrics: dict[str, float] = {}
+    """Of the last step."""
+    untrained: dict[str, int] = {}
+    """What was recorded and not trained, by reason."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """What is gathered while a step's batch is open."""
+
+    groups: list[GroupClosed] = field(default_factory=list)
+    untrained: Counter[str] = field(default_factory=Counter)
+    began: float = field(default_factory=time.monotonic)
+
+    def rewards(self) -> list[float]:
+        return [reward for group in self.groups for reward in group.rewards if reward is not None]
+
+    def runs(self) -> int:
+        return sum(len(group.runs) for group in self.groups)
+
+
+def train(
+    config: TrainerConfig,
+    observer: Observer = unobserved,
+    *,
+    stack: Stack | None = None,
+    base: Path | None = None,
+) -> TrainReport:
+    """Train to `train.steps`, from wherever the store and the output folder say that it stands.
+
+    Args:
+        stack: running processes to use; None starts and stops its own.
+
+    Raises:
+        SettingsError: the config does not allow training.
+        TrainerError: training cannot go on.
+    """
+    if not config.engine.publish:
+        raise SettingsError(
+            "training needs engine.publish = true: without publication the policy that acts would never change"
+        )
+    if stack is None:
+        with Stack(config, observer, base=base) as own:
+            return train(config, stack=own)
+    return _Training(stack).run()
+
+
+class _Training:
+    """One training on a running stack."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self._config = config = stack.config
+        self._ledger = stack.ledger
+        self._plan = Plan(
+            groups_per_step=config.rollout.groups_per_step,
+            runs_per_group=config.rollout.runs_per_group,
+            staleness=config.rollout.staleness,
+            publish_every=config.rollout.publish_every,
+            steps=config.train.steps,
+            seed=config.tasks.seed,
+        )
+        self._rollouts = Rollouts(
+            self._plan,
+            stack.tasks,
+            lambda task, group, member: _ignore(stack.run_session(task, group=group, member=member)),
+            journal=stack.journal,
+            ledger=stack.ledger,
+            observer=stack.observer,
+            concurrency=config.rollout.concurrency,
+            check=stack.check,
+        )
+        self._sealer = Sealer(
+            j_max=config.train.j_max or None,
+            seed=config.train.seed,
+            baseline=Baseline.SAMPLE_STD if config.train.scale_rewards == "group" else Baseline.MEAN,
+        )
+        self._step = _Step()
+        self._unpublished = False
+        self._hopeless = 0
+        self._skipped = 0
+        self._runs = 0
+        self._tokens = 0
+        self._untrained: Counter[str] = Counter()
+        self._metrics: dict[str, float] = {}
+
+    def run(self) -> TrainReport:
+        """Train, and report."""
+        began = time.monotonic()
+        stack, recovery = self._stack, self._stack.recovery
+        steps = self._config.train.steps
+        if recovery.step < steps:
+            remove_after(stack.checkpoints, recovery.step)
+            if len(self._ledger.state.steps) > recovery.step:
+                self._ledger.add(Resumed(recovery.step), at=time.time())
+            self._trainer = trainer = make_trainer(
+                self._config.train,
+                stack.model(),
+                stack.checkpoints,
+                self._batch,
+                on_step=self._on_step,
+                on_saved=self._on_saved,
+            )
+            stack.observer(events.PhaseStarted(time.time(), "train", steps - recovery.step))
+            try:
+                self._rollouts.start(recovery.step, recovery.unfinished)
+                trainer.train(resume_from_checkpoint=recovery.checkpoint.path if recovery.checkpoint else None)
+            finally:
+                self._rollouts.stop(_STOP_SECONDS)
+        return TrainReport(
+            steps=self._ledger.state.committed,
+            resumed_from=recovery.step,
+            skipped=self._skipped,
+            runs=self._runs,
+            trained_tokens=self._tokens,
+            version=stack.publisher.current.version,
+            versions=len(self._ledger.state.versions) - 1,
+            seconds=time.monotonic() - began,
+            metrics=self._metrics,
+            untrained=dict(self._untrained),
+        )
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def _batch(self, step: int) -> Iterator[Unit]:
+        """Yield the units of a step as its groups close."""
+        self._step = current = _Step()
+        groups = self._rollouts.take()
+        self._ledger.add(StepStarted(step, groups), at=time.time())
+        for closed in self._rollouts.closed(groups):
+            current.groups.append(closed)
+            sealed = self._sealer.seal(self._stack.journal, closed.group, closed.runs)
+            current.untrained.update(sealed.dropped)
+            for unit in sealed.units:
+                self._ledger.add(UnitSealed(unit.id, unit.group, unit.runs, unit.tokens), at=time.time())
+                yield unit
+
+    def _on_step(self, report: StepReport) -> None:
+        current, config = self._step, self._config
+        dropped = {f"untrained/{name}": float(count) for name, count in current.untrained.items()}
+        metrics = {**report.metrics, **dropped, "seconds": time.monotonic() - current.began}
+        self._ledger.add(StepCommitted(report.step, report.units, metrics), at=time.time())
+        rewards = current.rewards()
+        self._runs += current.runs()
+        self._untrained.update(current.untrained)
+        if report.skipped:
+            self._skip(report.step, current)
+        else:
+            self._unpublished = True
+            self._tokens += report.totals.targets
+            self._metrics = metrics
+            self._stack.observer(
+                events.StepTaken(
+                    at=time.time(),
+                    step=report.step,
+                    steps=config.train.steps,
+                    loss=report.metrics["loss"],
+                    grad_norm=report.metrics["grad_norm"],
+                    trained_tokens=report.totals.targets,
+                    runs=report.totals.runs,
+                    mean_reward=sum(rewards) / len(rewards) if rewards else 0.0,
+                    success=sum(r >= config.rollout.success_at for r in rewards) / len(rewards) if rewards else 0.0,
+                )
+            )
+        if report.step % config.rollout.publish_every == 0 or report.step == config.train.steps:
+            if self._unpublished:
+                self._stack.publisher.publish(full_weights(self._trainer.model), report.step)
+                self._unpublished = False
+            self._rollouts.advance(report.step)
+
+    def _skip(self, step: int, current: _Step) -> None:
+        self._skipped += 1
+        scored = len(current.rewards())
+        counts = ", ".join(f"{name} {count}" for name, count in sorted(current.untrained.items()))
+        reason = (
+            f"nothing to train in {len(current.groups)} groups; scored {scored} of {current.runs()} runs ({counts})"
+        )
+        self._stack.observer(events.StepSkipped(time.time(), step, reason))
+        self._hopeless = 0 if scored else self._hopeless + 1
+        if self._hopeless >= _HOPELESS_STEPS:
+            raise TrainerError(
+                f"no run of the last {self._hopeless} steps got a score; {self._first_error(current)}correct that, then"
+                " run the same command again"
+            )
+
+    def _first_error(self, current: _Step) -> str:
+        for group in current.groups:
+            for run in self._stack.journal.runs(group=group.group):
+                if run.error:
+                    return f"run {run.run} ended as {run.status}: {run.error[:500]}; "
+        return ""
+
+    def _on_saved(self, step: int, folder: Path) -> None:
+        self._ledger.add(CheckpointSaved(step, str(folder), folder_digest(folder, sync=True)), at=time.time())
+
+
+def _ignore(result: object) -> None:
+    return None

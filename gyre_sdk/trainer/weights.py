@@ -1,0 +1,131 @@
+"""Weights as model folders: what is published is a folder that any engine can be started from.
+
+A version is one folder: `model.safetensors` and links to the configuration and tokenizer of the starting policy. It
+lies in shared memory where there is room, so that a publication costs a copy in memory and not a disk's time.
+torch loads when weights are first written, not with this module: processes can be started before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SHARED_MEMORY = Path("/dev/shm")
+_FILE = "model.safetensors"
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".msgpack", ".h5", ".index.json")
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyFiles:
+    """One version on disk."""
+
+    version: int
+    folder: Path
+    """Model folder."""
+    digest: str
+    """Of the weights file; empty for the starting policy."""
+
+    @property
+    def file(self) -> Path:
+        """The weights."""
+        return self.folder / _FILE
+
+
+class WeightFolder:
+    """Holds the published versions of one training."""
+
+    def __init__(self, base: Path, output: Path, size: int) -> None:
+        """`base` is the starting policy's folder, `size` the bytes of a version.
+
+        The place is derived from `output`, so that the next start finds and clears what a killed one left.
+        """
+        self._base = base
+        name = f"gyre-{hashlib.blake2b(str(output.resolve()).encode(), digest_size=6).hexdigest()}"
+        shared = SHARED_MEMORY / name
+        roomy = SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK)
+        if roomy and shutil.disk_usage(SHARED_MEMORY).free < 4 * size:
+            roomy = False
+        self.root = shared if roomy else output / "weights"
+        for stale in (shared, output / "weights"):
+            shutil.rmtree(stale, ignore_errors=True)
+        self.root.mkdir(parents=True)
+
+    def write(self, version: int, tensors: Mapping[str, Tensor]) -> PolicyFiles:
+        """Write a version. It is visible under its name only when it is whole."""
+        from safetensors.torch import save_file
+
+        folder, fresh = self.root / f"v{version}", self.root / f"v{version}.partial"
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir()
+        for path in self._base.iterdir():
+            if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES):
+                (fresh / path.name).symlink_to(path.resolve())
+        save_file(dict(tensors), fresh / _FILE, metadata={"format": "pt", "gyre_version": str(version)})
+        digest = file_digest(fresh / _FILE)
+        fresh.rename(folder)
+        return PolicyFiles(version, folder, digest)
+
+    def prune(self, keep: set[int]) -> None:
+        """Remove all versions but these."""
+        names = {f"v{version}" for version in keep}
+        for path in self.root.iterdir():
+            if path.name not in names:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Remove everything."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def file_digest(path: Path) -> str:
+    """Return the blake2b hash of a file."""
+    found = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()
+
+
+def full_weights(model: Any) -> dict[str, Tensor]:
+    """Return a causal LM's weights under the names of its folder: adapters merged (W + BA), tied tensors once.
+
+    The model is left as it is.
+    """
+    import torch
+
+    plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+    with torch.no_grad():
+        merged = _merged(model) if plain is not model else {}
+    found: dict[str, Tensor] = {}
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    for name, tensor in plain.state_dict().items():
+        if ".lora_" in name or name.startswith("lora_"):
+            continue
+        key = (tensor.data_ptr(), tuple(tensor.shape))
+        if key in seen:
+            continue
+        seen.add(key)
+        clean = name.replace(".base_layer.", ".")
+        found[clean] = merged.get(clean, tensor).detach().to("cpu").contiguous()
+    return found
+
+
+def _merged(model: Any) -> dict[str, Tensor]:
+    from peft.tuners.lora import LoraLayer
+
+    found = {}
+    for name, module in model.get_base_model().named_modules():
+        if isinstance(module, LoraLayer):
+            weight = module.get_base_layer().weight
+            for adapter in module.active_adapters:
+                weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
+            found[f"{name}.weight"] = weight
+    return found

@@ -1,0 +1,298 @@
+"""The whole loop with real processes: it trains, and takes up where it was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_kit import CONFIG, finish, make_training, start
+
+from gyre_sdk import events
+from gyre_sdk.errors import SettingsError, TrainerError
+from gyre_sdk.journal import Journal
+from gyre_sdk.records import RunStatus
+from gyre_sdk.trainer.config import load_config
+from gyre_sdk.trainer.evaluation import evaluate
+from gyre_sdk.trainer.ledger import (
+    GroupClosed,
+    GroupPlanned,
+    Resumed,
+    State,
+    StepCommitted,
+    UnitSealed,
+    VersionAllocated,
+    VersionPublished,
+    fold,
+    read,
+)
+from gyre_sdk.trainer.main import main
+from gyre_sdk.trainer.stack import Stack
+from gyre_sdk.trainer.training import train
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return make_training(tmp_path)
+
+
+def items(folder: Path) -> list[Any]:
+    path = folder / "out" / "store.db"
+    if not path.is_file():
+        return []
+    with Journal(path, "r") as journal:
+        return read(journal.entries("trainer"))
+
+
+def check_store(folder: Path, *, steps: int, groups: int = 2, members: int = 3) -> None:
+    """What must hold at the end, whatever happened on the way."""
+    found = items(folder)
+    state = fold(found)
+    assert state.committed == steps
+    versions = [item.version for item in found if isinstance(item, VersionAllocated)]
+    assert len(versions) == len(set(versions))
+    units = [unit for step in state.steps.values() for unit in step.units]
+    assert len(units) == len(set(units))
+    used = [group for step in state.steps.values() for group in step.groups]
+    assert len(used) == len(set(used)) == steps * groups
+    with Journal(folder / "out" / "store.db", "r") as journal:
+        assert journal.runs(status=RunStatus.RUNNING) == []
+        published = {0} | {item.version for item in found if isinstance(item, VersionAllocated)}
+        for run in journal.runs():
+            for call in journal.calls(run.run):
+                assert {span.version for span in call.versions} <= published
+        for group in used:
+            closed = state.groups[group].closed
+            assert closed is not None and len(closed.runs) == members
+            assert all(reward is not None for reward in closed.rewards)
+
+
+def wait_for(folder: Path, condition: Callable[[list[Any]], bool], seconds: float = 120.0) -> None:
+    give_up = time.monotonic() + seconds
+    while not condition(items(folder)):
+        assert time.monotonic() < give_up, "it did not get that far"
+        time.sleep(0.02)
+
+
+def test_it_trains_and_evaluates_on_one_stack(config: Path, tmp_path: Path) -> None:
+    seen: list[Any] = []
+    settings = load_config(config)
+    with Stack(settings, seen.append, base=tmp_path) as stack:
+        before = evaluate(settings, stack.tasks, name="before", stack=stack)
+        report = train(settings, stack=stack)
+        after = evaluate(settings, stack.tasks[:4], name="after", temperature=0.0, stack=stack)
+        again = evaluate(settings, stack.tasks, name="before", stack=stack)
+        runs = stack.journal.runs()
+    assert (report.steps, report.skipped, report.runs, report.version, report.versions) == (3, 0, 18, 3, 3)
+    assert report.trained_tokens > 100 and report.untrained == {}
+    assert report.metrics["ratio"] == pytest.approx(1.0, abs=0.05)
+    assert (before.runs, after.runs, before.scored) == (6, 4, 6)
+    assert again == before
+    assert [run.metadata["split"] for run in runs].count("before") == 6
+    assert {run.dispatch_version for run in runs if run.metadata["split"] == "after"} == {3}
+    kinds = [type(event) for event in seen]
+    assert kinds.count(events.StepTaken) == 3 and kinds.count(events.VersionPublished) == 3
+    assert kinds.count(events.GroupClosed) == 6 and kinds.count(events.EvaluationMeasured) == 3
+    assert kinds.count(events.RunStarted) == kinds.count(events.RunEnded) == 18 + 6 + 4
+    assert kinds.count(events.CallRecorded) == 2 * (18 + 6 + 4)
+    check_store(tmp_path, steps=3)
+    assert not any(path.name.startswith("v") for path in (tmp_path / "out").iterdir())
+
+
+def test_staleness_is_bounded(config: Path, tmp_path: Path) -> None:
+    """phi = 0 and mu = 1: every run of a step was sampled by the weights that the step starts from."""
+    settings = load_config(config, ["rollout.staleness=0"])
+    train(settings, base=tmp_path)
+    state = fold(items(tmp_path))
+    for step, kept in state.steps.items():
+        for group in kept.groups:
+            closed = state.groups[group].closed
+            assert closed is not None
+            assert state.versions[closed.dispatch_version] == (State.PUBLISHED, step - 1)
+
+
+def test_bursts_publish_every_mu_steps(config: Path, tmp_path: Path) -> None:
+    settings = load_config(config, ["rollout.publish_every=2", "rollout.staleness=0"])
+    report = train(settings, base=tmp_path)
+    assert report.versions == 2
+    published = [kept for _, kept in sorted(fold(items(tmp_path)).versions.items())]
+    assert published == [(State.PUBLISHED, 0), (State.PUBLISHED, 2), (State.PUBLISHED, 3)]
+
+
+KILLED_AT: dict[str, Callable[[list[Any]], bool]] = {
+    "first groups planned": lambda found: any(isinstance(item, GroupPlanned) for item in found),
+    "a group closed": lambda found: any(isinstance(item, GroupClosed) for item in found),
+    "a unit sealed": lambda found: any(isinstance(item, UnitSealed) for item in found),
+    "a step committed": lambda found: any(isinstance(item, StepCommitted) for item in found),
+    "a version published": lambda found: sum(isinstance(item, VersionPublished) for item in found) >= 2,
+}
+
+
+@pytest.mark.parametrize("moment", KILLED_AT)
+def test_a_trainer_killed_with_9_resumes(config: Path, tmp_path: Path, moment: str) -> None:
+    process = start(config, "--set", "train.save_every=2")
+    try:
+        wait_for(tmp_path, KILLED_AT[moment])
+    finally:
+        process.kill()
+        process.communicate()
+    before = items(tmp_path)
+    report = finish(start(config, "--set", "train.save_every=2"))
+    assert report["steps"] == 3
+    assert items(tmp_path)[: len(before)] == before
+    check_store(tmp_path, steps=3)
+
+
+def test_killed_again_and_again_it_gets_there(config: Path, tmp_path: Path) -> None:
+    """Nothing that is durable is run twice: groups that had closed are used as they are."""
+    for count in (1, 3):
+        process = start(config)
+        closed = sum(isinstance(item, GroupClosed) for item in items(tmp_path))
+        try:
+            wait_for(
+                tmp_path,
+                lambda found, closed=closed, count=count: (
+                    sum(isinstance(i, GroupClosed) for i in found) >= closed + count
+                ),
+            )
+        finally:
+            process.kill()
+            process.communicate()
+    kept = {item.group: item for item in items(tmp_path) if isinstance(item, GroupClosed)}
+    finish(start(config))
+    after = {item.group: item for item in items(tmp_path) if isinstance(item, GroupClosed)}
+    assert all(after[group] == item for group, item in kept.items())
+    check_store(tmp_path, steps=3)
+
+
+def test_running_a_finished_training_again_does_nothing(config: Path, tmp_path: Path) -> None:
+    finish(start(config))
+    before = len(items(tmp_path))
+    report = finish(start(config))
+    assert (report["steps"], report["resumed_from"], report["runs"]) == (3, 3, 0)
+    added = items(tmp_path)[before:]
+    assert [type(item) for item in added] == [VersionAllocated, VersionPublished]  # its weights are served once more
+    longer = finish(start(config, "--steps", "4"))
+    assert (longer["steps"], longer["resumed_from"]) == (4, 3)
+    assert not any(isinstance(item, Resumed) for item in items(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["engine", "proxy"])
+def test_a_process_killed_with_9_comes_back(config: Path, tmp_path: Path, name: str) -> None:
+    seen: list[Any] = []
+    killed: list[int] = []
+    settings = load_config(config, ["train.steps=4"])
+    with Stack(settings, lambda event: (seen.append(event), maybe_kill(event))[0], base=tmp_path) as stack:
+
+        def kill() -> None:
+            pid = stack.pids()[name]
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+
+        def maybe_kill_now(event: Any) -> None:
+            if isinstance(event, events.VersionPublished) and event.version == 1 and not killed:
+                kill()
+
+        hook.append(maybe_kill_now)
+        try:
+            report = train(settings, stack=stack)
+        finally:
+            hook.clear()
+    assert report.steps == 4 and killed
+    restarts = [event for event in seen if isinstance(event, events.ProcessRestarted)]
+    assert [(event.process, event.reason) for event in restarts] == [(name, "signal SIGKILL")]
+    state = fold(items(tmp_path))
+    assert state.committed == 4
+    versions = [item.version for item in items(tmp_path) if isinstance(item, VersionAllocated)]
+    assert versions == sorted(set(versions))
+
+
+hook: list[Callable[[Any], None]] = []
+
+
+def maybe_kill(event: Any) -> None:
+    for call in hook:
+        call(event)
+
+
+def test_lora_trains_publishes_and_resumes(tmp_path: Path) -> None:
+    config = make_training(tmp_path, CONFIG + "[policy.lora]\nr = 4\nalpha = 8\n")
+    finish(start(config, "--steps", "2"))
+    report = finish(start(config, "--steps", "3"))
+    assert (report["steps"], report["resumed_from"]) == (3, 2)
+    check_store(tmp_path, steps=3)
+
+
+def test_groups_without_contrast_are_skipped_and_counted(config: Path, tmp_path: Path) -> None:
+    seen: list[Any] = []
+    settings = load_config(config, ["agent.function=loop_agent:flat", "train.steps=2"])
+    report = train(settings, seen.append, base=tmp_path)
+    assert (report.steps, report.skipped, report.trained_tokens, report.versions) == (2, 2, 0, 0)
+    assert report.untrained == {"group_flat": 4}
+    skipped = [event for event in seen if isinstance(event, events.StepSkipped)]
+    assert [event.step for event in skipped] == [1, 2]
+    assert "scored 6 of 6 runs (group_flat 2)" in skipped[0].reason
+
+
+def test_an_agent_that_never_gets_a_score_ends_training_with_its_error(config: Path, tmp_path: Path) -> None:
+    settings = load_config(config, ["agent.function=loop_agent:broken"])
+    with pytest.raises(TrainerError, match=r"no run of the last 2 steps got a score.*this agent cannot do anything"):
+        train(settings, base=tmp_path)
+
+
+def test_greedy_calls_are_not_trained_and_counted(config: Path, tmp_path: Path) -> None:
+    settings = load_config(config, ["agent.options.temperature=0.5", "train.steps=1"])
+    report = train(settings, base=tmp_path)
+    assert report.skipped == 1
+    assert report.untrained["call_sampling"] == 12 and report.untrained["run_without_targets"] == 6
+
+
+def test_a_second_trainer_on_the_same_folder_is_refused(config: Path, tmp_path: Path) -> None:
+    with Stack(load_config(config), base=tmp_path):
+        with pytest.raises(SettingsError, match=r"output\.dir = .* is in use by another trainer"):
+            Stack(load_config(config), base=tmp_path).__enter__()
+
+
+def test_interrupting_leaves_a_store_to_resume_from(config: Path, tmp_path: Path) -> None:
+    process = start(config)
+    try:
+        wait_for(tmp_path, KILLED_AT["a unit sealed"])
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and "run the same command again to resume" in err
+    assert finish(start(config))["steps"] == 3
+    check_store(tmp_path, steps=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "train.stepz=3"], "train.stepz = 3 in the arguments: there is no such key; did you mean 'steps'?"),
+        (["--set", "agent.function=nowhere:agent"], "there is no module 'nowhere'"),
+        (["--set", "agent.function=loop_agent:nobody"], "has no function 'nobody'"),
+        (["--set", "tasks.options.count=0"], "tasks.loader = 'loop_agent:tasks' gives no tasks"),
+        (["--set", "engine.kind=vllm", "--set", "engine.url=http://x"], "engine.publish = false"),
+    ],
+)
+def test_wrong_settings_end_with_status_2(
+    config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main([str(config), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_config_and_a_wrong_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "none.toml")]) == 2
+    assert "none.toml does not exist" in capsys.readouterr().err
+    assert main(["--bogus"]) == 2
+
+
+def test_a_broken_engine_start_says_why(config: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainerError, match=r"the engine did not start.*engine\.log"):
+        Stack(load_config(config, {"engine.options": ["--device", "cuda:99"]}), base=tmp_path).__enter__()
