@@ -6,6 +6,8 @@ Writes return a future that resolves when the write is durable; `Future.result()
 from __future__ import annotations
 
 import sqlite3
+import zlib
+from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -16,11 +18,13 @@ import msgspec
 from gyre_sdk.errors import JournalError
 from gyre_sdk.journal.reader import Reader
 from gyre_sdk.journal.schema import connect
-from gyre_sdk.journal.values import CallIntent, TokenChunk, ids_blob, logprobs_blob, message_row
+from gyre_sdk.journal.values import CallIntent, TokenChunk, ids_blob, logprobs_blob, message_body
 from gyre_sdk.journal.writer import Writer
 from gyre_sdk.records import AttemptRecord, CallId, CallStatus, LaneRecord, RunId, RunRecord, RunStatus
 
 _pack = msgspec.msgpack.encode
+_KNOWN = 100_000
+"""Digests of messages to keep in mind."""
 
 
 class Journal(Reader):
@@ -34,6 +38,7 @@ class Journal(Reader):
     def __init__(self, path: Path | str, mode: Literal["r", "rw"] = "rw") -> None:
         super().__init__(path, mode)
         self._writer = Writer(connect(self.path, "rw"), self.path.name) if mode == "rw" else None
+        self._known: dict[bytes, None] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -118,7 +123,8 @@ class Journal(Reader):
     def call_received(self, intent: CallIntent) -> Future[None]:
         """Record a call before it is dispatched."""
         delta = ids_blob(intent.prompt_ids[intent.shared :] if intent.parent else intent.prompt_ids)
-        messages = [message_row(message) for message in intent.messages]
+        messages = [message_body(message) for message in intent.messages]
+        fresh = {digest: zlib.compress(body, 1) for digest, body in messages if digest not in self._known}
         values = (
             intent.call,
             intent.run,
@@ -140,14 +146,17 @@ class Journal(Reader):
         )
 
         def write(db: sqlite3.Connection) -> None:
-            db.executemany("INSERT OR IGNORE INTO message VALUES (?,?)", messages)
+            if fresh:
+                db.executemany("INSERT OR IGNORE INTO message VALUES (?,?)", fresh.items())
             db.execute(
                 "INSERT INTO call (call, run, lane, role, status, parent, fork_reason, shared, prompt_delta, prompt_len, sampled,"
                 " logprobs, versions, sampling, request, messages, received_at) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
                 values,
             )
 
-        return self._submit(write)
+        future = self._submit(write)
+        future.add_done_callback(lambda done: self._remember(fresh) if done.exception() is None else None)
+        return future
 
     def call_dispatched(self, attempt: AttemptRecord) -> Future[None]:
         """Record that an engine request for a call is about to be made."""
@@ -239,6 +248,12 @@ class Journal(Reader):
             return int(cursor.lastrowid or 0)
 
         return self._submit(write)
+
+    def _remember(self, digests: Iterable[bytes]) -> None:
+        """Keep in mind which messages are durable, so that a history is not compressed again for each call."""
+        if len(self._known) > _KNOWN:
+            self._known = {}
+        self._known.update(dict.fromkeys(digests))
 
     # -- inside --------------------------------------------------------------------------------------------------
 

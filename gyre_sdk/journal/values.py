@@ -75,6 +75,16 @@ class RecordedExchange(msgspec.Struct, frozen=True):
     """The assistant message that the agent was given; None while there is none."""
 
 
+class StoreTotals(msgspec.Struct, frozen=True):
+    """Counts over a whole store."""
+
+    runs: int
+    """Runs that ended and were not cancelled."""
+    calls: int
+    """Calls with an answer."""
+    sampled_tokens: int
+
+
 class Entry(msgspec.Struct, frozen=True):
     """One item of another component's append-only stream."""
 
@@ -106,10 +116,10 @@ def blob_logprobs(blob: bytes) -> list[float | None]:
     return [None if math.isnan(value) else value for value in np.frombuffer(blob, dtype="<f4").tolist()]
 
 
-def message_row(message: dict[str, Any]) -> tuple[bytes, bytes]:
-    """Return the digest and the compressed body of a message."""
+def message_body(message: dict[str, Any]) -> tuple[bytes, bytes]:
+    """Return the digest and the body of a message."""
     body = msgspec.json.encode(message, order="sorted")
-    return hashlib.blake2b(body, digest_size=16).digest(), zlib.compress(body, 1)
+    return hashlib.blake2b(body, digest_size=16).digest(), body
 
 
 def row_message(body: bytes) -> dict[str, Any]:
