@@ -18,6 +18,8 @@ from tokenizers import Tokenizer
 from gyre_sdk.errors import RenderError, SettingsError
 from gyre_sdk.harness.proxy.dialects.canonical import Answer, Message, ToolCall, ToolChoice
 
+_SHORT, _SHORT_KEPT = 24, 4096
+
 
 class TokenizerAdapter:
     """The part of a Hugging Face tokenizer that `renderers` calls, over `tokenizers.Tokenizer`."""
@@ -27,11 +29,19 @@ class TokenizerAdapter:
     def __init__(self, tokenizer: Tokenizer, name_or_path: str, eos_token_id: int | None) -> None:
         self._tokenizer = tokenizer
         self._tokenizer.encode_special_tokens = True
+        self._short: dict[str, tuple[int, ...]] = {}
         self.name_or_path = name_or_path
         self.eos_token_id = eos_token_id
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
-        """Return the ids of plain text."""
+        """Return the ids of plain text. Short texts are remembered: templates repeat the same few."""
+        if len(text) <= _SHORT and not add_special_tokens:
+            found = self._short.get(text)
+            if found is None:
+                if len(self._short) >= _SHORT_KEPT:
+                    self._short.clear()
+                found = self._short[text] = tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+            return list(found)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 

@@ -6,15 +6,14 @@ U+2028 is text. Bytes are decoded only once an event is whole, so a character cu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from gyre_sdk.errors import ReplicaError
 
 _BOM = b"\xef\xbb\xbf"
 
 
-@dataclass(frozen=True, slots=True)
-class SseEvent:
+class SseEvent(NamedTuple):
     """One dispatched event."""
 
     data: bytes
@@ -66,6 +65,8 @@ class SseDecoder:
             buffer = buffer.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         else:
             keep = b""
+        if not self._data and not self._event and buffer.startswith(b"data: "):
+            buffer = self._plain_events(buffer, events)
         *lines, rest = buffer.split(b"\n")
         for line in lines:
             if line:
@@ -76,6 +77,18 @@ class SseDecoder:
         if len(self._buffer) + self._held > self._limit:
             raise ReplicaError(f"an event of the stream is larger than {self._limit} bytes")
         return events
+
+    @staticmethod
+    def _plain_events(buffer: bytes, events: list[SseEvent]) -> bytes:
+        """Take whole one-line data events off the front: nearly all there are. Return the rest."""
+        at = 0
+        while buffer.startswith(b"data: ", at):
+            end = buffer.find(b"\n", at)
+            if end < 0 or not buffer.startswith(b"\n", end + 1):
+                break
+            events.append(SseEvent(buffer[at + 6 : end]))
+            at = end + 2
+        return buffer[at:]
 
     def _field(self, line: bytes) -> None:
         name, _, value = line.partition(b":")
