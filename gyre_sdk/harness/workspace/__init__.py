@@ -1,1 +1,64 @@
-"""TODO docstring."""
+"""Workspaces: where an agent's tools run.
+
+`open_workspace` opens one for a task; `WorkspacePool` opens many. Both give `ports.Workspace`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from gyre_sdk.errors import WorkspaceError
+from gyre_sdk.harness.task import Task
+from gyre_sdk.harness.workspace.choice import choose
+from gyre_sdk.harness.workspace.docker import DockerWorkspace
+from gyre_sdk.harness.workspace.engine import shared_client
+from gyre_sdk.harness.workspace.isolation import Isolation
+from gyre_sdk.harness.workspace.local import LocalWorkspace
+from gyre_sdk.harness.workspace.pool import PooledWorkspace, WorkspacePool
+from gyre_sdk.harness.workspace.reaper import sweep
+
+AnyWorkspace = DockerWorkspace | LocalWorkspace | PooledWorkspace
+
+__all__ = [
+    "AnyWorkspace",
+    "DockerWorkspace",
+    "Isolation",
+    "LocalWorkspace",
+    "PooledWorkspace",
+    "WorkspacePool",
+    "choose",
+    "open_workspace",
+    "sweep",
+]
+
+
+def open_workspace(
+    task: Task,
+    *,
+    kind: Literal["docker", "local", "auto"] | WorkspacePool = "docker",
+    pool: WorkspacePool | None = None,
+    run_id: str = "",
+    engine: str | None = None,
+) -> AnyWorkspace:
+    """Open a workspace for one run of a task.
+
+    Args:
+        kind: `docker`; `local`, for machines without Docker; `auto`, docker where an engine answers, else local, which
+            the workspace's `describe()` tells; or a pool to take one from.
+        pool: same as giving a pool as `kind`.
+        run_id: goes into the container's labels.
+        engine: URL of the Docker engine; None is $DOCKER_HOST or the default socket.
+
+    Raises:
+        ImageMissing: the task's image is not present.
+        WorkspaceError: it cannot be opened; the message says what to do.
+    """
+    source = pool if pool is not None else kind
+    if isinstance(source, WorkspacePool):
+        return source.take(task, run_id=run_id)
+    chosen, _ = choose(source, engine)
+    if chosen == "local":
+        return LocalWorkspace(task, run_id=run_id)
+    if task.network != "none":
+        raise WorkspaceError(f"task {task.name!r}: network {task.network!r} is not supported; use 'none'")
+    return DockerWorkspace(task, shared_client(engine), run_id=run_id)

@@ -1,0 +1,268 @@
+"""Workspaces for many runs: containers that are recycled between runs of the same image and limits.
+
+A recyclable container has a read-only root and no shared memory; all that a command can write to is memory mounted on the
+working directory, /tmp, /logs and /tests. Between runs every process is killed and proven dead, those folders are
+emptied, and what else could carry state is checked (docs/decisions/0003-recycled-workspaces.md). Any doubt, and the
+container is removed instead.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from gyre_sdk.errors import WorkspaceError, WorkspaceGone
+from gyre_sdk.harness.task import Task
+from gyre_sdk.harness.workspace.choice import choose
+from gyre_sdk.harness.workspace.container import RECYCLED_FOLDERS
+from gyre_sdk.harness.workspace.docker import DockerWorkspace
+from gyre_sdk.harness.workspace.engine import shared_client
+from gyre_sdk.harness.workspace.images import ensure_image
+from gyre_sdk.harness.workspace.local import LocalWorkspace
+from gyre_sdk.records import ExecResult
+
+if TYPE_CHECKING:
+    import docker
+
+Key = tuple[object, ...]
+
+
+class WorkspacePool:
+    """Gives out workspaces, one per run at a time.
+
+    Args:
+        kind: `docker`, `local` or `auto` (see `open_workspace`).
+        recycle: reuse containers between runs. Tasks that run as root never share a container.
+        size: containers that may exist at a time; `take` waits for one. None: no limit.
+        idle: containers kept for later runs.
+        ttl_s: lifetime of a recycled container, seconds.
+        engine: URL of the Docker engine; None is $DOCKER_HOST or the default socket.
+    """
+
+    def __init__(
+        self,
+        kind: Literal["docker", "local", "auto"] = "docker",
+        *,
+        recycle: bool = False,
+        size: int | None = None,
+        idle: int = 64,
+        ttl_s: float = 6 * 3600.0,
+        engine: str | None = None,
+    ) -> None:
+        self.kind, self._reason = choose(kind, engine)
+        self._client: docker.DockerClient | None = shared_client(engine) if self.kind == "docker" else None
+        self._recycle = recycle and self.kind == "docker"
+        self._idle_limit = idle
+        self._ttl_s = ttl_s
+        self._slots = threading.Semaphore(size) if size is not None else None
+        self._idle: defaultdict[Key, list[DockerWorkspace]] = defaultdict(list)
+        self._returning: defaultdict[Key, int] = defaultdict(int)
+        self._changed = threading.Condition()
+        self._closed = False
+        self._cleaners = ThreadPoolExecutor(2 * (os.cpu_count() or 1), thread_name_prefix="gyre-recycle")
+        self.runs: dict[str, str] = {}
+        """Workspace id -> id of the run that holds it now: labels cannot change, so the pool knows."""
+        self.started = 0
+        """Workspaces started so far."""
+        self.recycled = 0
+        """Times that a workspace was made ready for another run."""
+        self.discarded = 0
+        """Times that one could not be, and was removed."""
+
+    def describe(self) -> str:
+        """Say what kind of workspaces this pool gives out, and why."""
+        return f"{self.kind} workspaces{', recycled' if self._recycle else ''} ({self._reason})"
+
+    def take(self, task: Task, *, run_id: str = "") -> PooledWorkspace:
+        """Return a clean workspace with the task's files; its `close` gives it back.
+
+        Raises:
+            ImageMissing, WorkspaceError: none can be started.
+        """
+        if self._slots is not None:
+            self._slots.acquire()
+        try:
+            key, workspace = self._obtain(task, run_id)
+        except BaseException:
+            if self._slots is not None:
+                self._slots.release()
+            raise
+        self.runs[workspace.id] = run_id
+        return PooledWorkspace(workspace, lambda: self._give_back(key, workspace))
+
+    def _obtain(self, task: Task, run_id: str) -> tuple[Key | None, DockerWorkspace | LocalWorkspace]:
+        if self._closed:
+            raise WorkspaceError("the workspace pool is closed; open another one")
+        if self._client is None:
+            self.started += 1
+            return None, LocalWorkspace(task, run_id=run_id)
+        image = ensure_image(self._client, task)
+        user = task.user or image.user
+        if not self._recycle or user.partition(":")[0] in ("0", "root"):
+            self.started += 1
+            return None, DockerWorkspace(task, self._client, run_id=run_id)
+        key: Key = (image.id, user, task.workdir, task.cpus, task.memory_mb, task.pids, task.disk_mb)
+        while (ready := self._pop(key)) is not None:
+            try:
+                ready.begin(task)
+                return key, ready
+            except WorkspaceError:
+                self._discard(ready)
+        self.started += 1
+        return key, DockerWorkspace(task, self._client, run_id="pool", read_only=True, ttl_s=self._ttl_s)
+
+    def _pop(self, key: Key) -> DockerWorkspace | None:
+        """Return an idle workspace, waiting for one that is being cleaned: faster than a start."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._idle[key] or not self._returning[key], timeout=10.0)
+            return self._idle[key].pop() if self._idle[key] else None
+
+    def _give_back(self, key: Key | None, workspace: DockerWorkspace | LocalWorkspace) -> None:
+        self.runs.pop(workspace.id, None)
+        if key is None or self._closed or not isinstance(workspace, DockerWorkspace):
+            workspace.close()
+            self._free()
+            return
+        with self._changed:
+            self._returning[key] += 1
+        try:
+            self._cleaners.submit(self._clean, key, workspace)
+        except RuntimeError:  # the pool closed meanwhile
+            self._settled(key, None)
+            workspace.close()
+            self._free()
+
+    def _clean(self, key: Key, workspace: DockerWorkspace) -> None:
+        ready: DockerWorkspace | None = None
+        try:
+            if not workspace.nearly_over:
+                workspace.recycle((*RECYCLED_FOLDERS, workspace.workdir))
+                ready = workspace
+        except WorkspaceError:
+            pass
+        finally:
+            self._settled(key, ready)
+            if ready is None:
+                self._discard(workspace)
+            self._free()
+
+    def _settled(self, key: Key, ready: DockerWorkspace | None) -> None:
+        surplus = None
+        with self._changed:
+            self._returning[key] -= 1
+            if ready is not None:
+                self.recycled += 1
+                if self._closed or sum(map(len, self._idle.values())) >= self._idle_limit:
+                    surplus = ready
+                else:
+                    self._idle[key].append(ready)
+            self._changed.notify_all()
+        if surplus is not None:
+            surplus.close()
+
+    def _discard(self, workspace: DockerWorkspace) -> None:
+        self.discarded += 1
+        workspace.close()
+
+    def _free(self) -> None:
+        if self._slots is not None:
+            self._slots.release()
+
+    def close(self) -> None:
+        """Remove the idle workspaces; those in use are removed when they come back. Idempotent."""
+        with self._changed:
+            self._closed = True
+            idle = [workspace for some in self._idle.values() for workspace in some]
+            self._idle.clear()
+        self._cleaners.shutdown(wait=True)
+        with ThreadPoolExecutor(8) as removing:
+            list(removing.map(DockerWorkspace.close, idle))
+
+    def __enter__(self) -> WorkspacePool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class PooledWorkspace:
+    """A run's hold on a workspace: dead once given back, so that no run can touch another's."""
+
+    def __init__(self, inner: DockerWorkspace | LocalWorkspace, give_back: Callable[[], None]) -> None:
+        self.id = inner.id
+        self._inner: DockerWorkspace | LocalWorkspace | None = inner
+        self._give_back = give_back
+        self._lock = threading.Lock()
+
+    @property
+    def inner(self) -> DockerWorkspace | LocalWorkspace:
+        """The workspace behind; raises `WorkspaceGone` once it was given back."""
+        inner = self._inner
+        if inner is None:
+            raise WorkspaceGone(f"workspace {self.id} was given back to its pool; take another one")
+        return inner
+
+    @property
+    def workdir(self) -> str:
+        """Where commands run."""
+        return self.inner.workdir
+
+    def describe(self) -> str:
+        """Say what this workspace is."""
+        return f"pooled {self.inner.describe()}"
+
+    def exec(
+        self,
+        command: str,
+        *,
+        timeout: float | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: bytes | None = None,
+    ) -> ExecResult:
+        """See `ports.Workspace`."""
+        return self.inner.exec(command, timeout=timeout, cwd=cwd, env=env, user=user, stdin=stdin)
+
+    def read(self, path: str) -> bytes:
+        """See `ports.Workspace`."""
+        return self.inner.read(path)
+
+    def write(self, path: str, data: bytes | str, *, mode: int = 0o644) -> None:
+        """See `ports.Workspace`."""
+        self.inner.write(path, data, mode=mode)
+
+    def upload(self, local: Path, path: str) -> None:
+        """See `ports.Workspace`."""
+        self.inner.upload(local, path)
+
+    def download(self, path: str, local: Path) -> None:
+        """See `ports.Workspace`."""
+        self.inner.download(path, local)
+
+    def write_many(self, files: Mapping[str, bytes], folder: str) -> None:
+        """See `SupervisedWorkspace.write_many`."""
+        self.inner.write_many(files, folder)
+
+    def kill_all(self) -> None:
+        """See `ports.Workspace`."""
+        self.inner.kill_all()
+
+    def close(self) -> None:
+        """Give the workspace back. Idempotent."""
+        with self._lock:
+            if self._inner is None:
+                return
+            self._inner = None
+        self._give_back()
+
+    def __enter__(self) -> PooledWorkspace:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

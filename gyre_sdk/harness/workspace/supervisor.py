@@ -1,0 +1,280 @@
+"""The controller's side of the supervisor in `script.py`: requests out, events and answers in. Knows no Docker."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import queue
+import secrets
+import shlex
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+
+from gyre_sdk.harness.workspace.channel import Channel
+from gyre_sdk.harness.workspace.script import BLOCK, BOOTSTRAP, SUPERVISOR
+
+_ids = itertools.count(1)
+
+
+class SupervisorLost(Exception):
+    """The supervisor ended or stopped answering. Internal: a workspace turns it into its own error or starts a new one."""
+
+
+class SupervisorUnfit(Exception):
+    """The image lacks what the supervisor needs. Internal."""
+
+
+@dataclass(slots=True)
+class Running:
+    """A command under way."""
+
+    id: str
+    """Unique in this process: also the environment marker of the command's processes."""
+    folder: str
+    """Where the supervisor keeps its output, inside the workspace."""
+    wrapper: str = ""
+    """Process id, inside, of the subshell that reports the command's end."""
+    events: queue.SimpleQueue[tuple[str, str]] = field(default_factory=queue.SimpleQueue)
+    """(`exit`, status), (`done`, any output), (`fail`, why), (`lost`, '')."""
+
+
+@dataclass(slots=True)
+class _Answer:
+    id: str
+    lines: list[bytes] = field(default_factory=list)
+    status: int | None = None
+    ready: threading.Event = field(default_factory=threading.Event)
+
+
+def arguments(
+    nonce: str, folder: str, *, half_cap: int, how: str, keep: str, workspace: str, shell: tuple[str, ...] = ("sh",)
+) -> list[str]:
+    """Return the command line that starts a supervisor.
+
+    Args:
+        half_cap: bytes kept of the head and of the tail of each output.
+        how: `user` (kill by `kill -9 -1`), `loop` (one by one), `marked` (only processes with the workspace's marker).
+        keep: process ids that are never killed, or `first` to keep all that run already.
+        shell: what runs it; a binary that its own user cannot read keeps that user from tracing it.
+    """
+    return [*shell, "-c", BOOTSTRAP, "gyre", nonce, folder, str(half_cap), how, keep, workspace]
+
+
+def fresh_nonce() -> str:
+    """Return the secret prefix of a supervisor's events."""
+    return secrets.token_hex(8)
+
+
+class Supervisor:
+    """One supervisor. Methods may be called from many threads.
+
+    Attributes:
+        shell: `bash` or `sh`, what commands are run with.
+        keep: process ids that were there before the first command.
+        guarded: whether the kernel keeps other processes of its user out of its memory and descriptors.
+        left: process ids that survived the killing with which the supervisor started.
+    """
+
+    def __init__(self, channel: Channel, nonce: str, folder: str, *, start_timeout: float = 30.0) -> None:
+        self.folder = folder
+        self.shell = "sh"
+        self.keep = ""
+        self.left = ""
+        self.guarded = False
+        self.alive = True
+        self._channel = channel
+        self._event_mark = b"@" + nonce.encode() + b" "
+        self._answer_mark = b"=" + nonce.encode() + b" "
+        self._running: dict[str, Running] = {}
+        self._answers: deque[_Answer] = deque()
+        self._partial = {1: b"", 2: b""}
+        self._lock = threading.Lock()
+        self._send_lock = threading.Lock()
+        self._ready = threading.Event()
+        self._unfit: str | None = None
+        self.noise = deque[bytes](maxlen=20)
+        """Last lines that were not the supervisor's: engine messages, shell diagnostics."""
+        channel.open(self._receive)
+        try:
+            channel.send(SUPERVISOR.lstrip().encode())
+        except OSError:
+            self._end()
+        self._ready.wait(start_timeout)
+        if self._unfit is not None:
+            self.close()
+            raise SupervisorUnfit(self._unfit)
+        if not self._ready.is_set() or not self.alive:
+            self.close()
+            raise SupervisorLost(self.heard() or f"no answer within {start_timeout:g} s")
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def start(self, code: str, *, id: str) -> Running:
+        """Start a command; `code` ends by calling `launch`."""
+        running = Running(id, self.folder)
+        with self._lock:
+            self._running[id] = running
+        self._send(b"R %s %d 0\n" % (id.encode(), _lines(code)), _text(code))
+        return running
+
+    def ask(self, code: str, *, timeout: float = 60.0, data: bytes | None = None) -> tuple[int, list[bytes]]:
+        """Run code in the main loop and return (status, lines of output).
+
+        Raises:
+            SupervisorLost: it died, or gave no answer within `timeout` seconds (and is then given up).
+        """
+        answer = _Answer(f"a{next(_ids)}")
+        head = b"S %s %d 0\n" % (answer.id.encode(), _lines(code))
+        body = _text(code)
+        if data is not None:
+            blocks = -(-len(data) // BLOCK)
+            head = b"T %s %d %d\n" % (answer.id.encode(), _lines(code), blocks)
+            body += data + b"\0" * (blocks * BLOCK - len(data))
+        with self._send_lock:
+            with self._lock:
+                self._answers.append(answer)
+            self._write(head + body)
+        if not self.alive:
+            answer.ready.set()
+        if not answer.ready.wait(timeout):
+            self.close()
+            raise SupervisorLost(f"no answer within {timeout:g} s")
+        if answer.status is None:
+            raise SupervisorLost(self.heard() or "it ended")
+        return answer.status, answer.lines
+
+    def is_attended(self, running: Running) -> bool:
+        """Tell whether the subshell that will report the command's end still lives: the command may have killed it."""
+        if not running.wrapper:
+            return True
+        state = f"{{ IFS= read -r st </proc/{running.wrapper}/stat; }} 2>/dev/null"
+        return self.ask(f"{state} && case ${{st##*) }} in Z*|X*) false;; *) true;; esac", timeout=30.0)[0] == 0
+
+    def kill(self, running: Running) -> bool:
+        """Kill what a command started; False when some of it kept escaping."""
+        return self.ask(f"kill_marked {running.id}", timeout=10.0)[0] == 0
+
+    def collect(self, running: Running) -> list[tuple[bytes, int | None]]:
+        """Return (kept bytes, bytes lost or None when unknown) of both outputs; the supervisor forgets them."""
+        _, lines = self.ask(f"collect {shlex.quote(running.folder)}/{running.id}")
+        outputs: list[tuple[bytes, int | None]] = []
+        rows = iter(lines)
+        for _ in range(2):
+            lost = next(rows, b"bad")
+            parts: list[bytes] = []
+            chunk: list[bytes] = []
+            for row in rows:
+                if row == b".":
+                    break
+                if row == b"-":
+                    parts.append(base64.b64decode(b"".join(chunk)))
+                    chunk = []
+                else:
+                    chunk.append(row)
+            outputs.append((b"".join(parts), int(lost) if lost.isdigit() else None))
+        return outputs
+
+    def forget(self, running: Running) -> None:
+        """Drop a command's state here; its late events are ignored."""
+        with self._lock:
+            self._running.pop(running.id, None)
+
+    def close(self) -> None:
+        """Let go of the supervisor. Idempotent."""
+        self._channel.close()
+        self._end()
+
+    def heard(self) -> str:
+        """Return the last text that was not protocol, for messages."""
+        return b" | ".join(self.noise).decode(errors="replace")[-500:]
+
+    # -- wire ----------------------------------------------------------------------------------------------------
+
+    def _send(self, head: bytes, body: bytes) -> None:
+        with self._send_lock:
+            self._write(head + body)
+
+    def _write(self, data: bytes) -> None:
+        if not self.alive:
+            raise SupervisorLost(self.heard() or "it ended")
+        try:
+            self._channel.send(data)
+        except (OSError, ValueError) as error:
+            self._end()
+            raise SupervisorLost(str(error)) from error
+
+    def _receive(self, kind: int, data: bytes) -> None:
+        if kind == 0:
+            self._end()
+            return
+        pieces = (self._partial.get(kind, b"") + data).split(b"\n")
+        self._partial[kind] = pieces.pop()
+        for line in pieces:
+            if kind == 2:
+                self._event(line)
+            else:
+                self._answer(line)
+
+    def _event(self, line: bytes) -> None:
+        if not line.startswith(self._event_mark):
+            self.noise.append(line[:300])
+            return
+        name, _, rest = line[len(self._event_mark) :].decode(errors="replace").partition(" ")
+        if name == "ready":
+            head, _, self.left = rest.partition(" left:")
+            head, _, self.keep = head.partition(" keep:")
+            _, self.shell, guarded = head.split()
+            self.guarded = guarded == "guarded"
+            self._ready.set()
+        elif name == "wrapper":
+            id, _, value = rest.partition(" ")
+            with self._lock:
+                if id in self._running:
+                    self._running[id].wrapper = value
+        elif name == "unfit":
+            self._unfit = rest.strip()
+            self._ready.set()
+        else:
+            id, _, value = rest.partition(" ")
+            with self._lock:
+                running = self._running.get(id)
+            if running is not None:
+                running.events.put((name, value))
+
+    def _answer(self, line: bytes) -> None:
+        with self._lock:
+            answer = self._answers[0] if self._answers else None
+        if answer is None:
+            self.noise.append(line[:300])
+            return
+        if not line.startswith(self._answer_mark):
+            answer.lines.append(line)
+            return
+        id, _, status = line[len(self._answer_mark) :].partition(b" ")
+        if id != answer.id.encode() or not status.isdigit():
+            self.close()
+            return
+        with self._lock:
+            self._answers.popleft()
+        answer.status = int(status)
+        answer.ready.set()
+
+    def _end(self) -> None:
+        with self._lock:
+            self.alive = False
+            answers, running = list(self._answers), list(self._running.values())
+            self._answers.clear()
+        self._ready.set()
+        for answer in answers:
+            answer.ready.set()
+        for one in running:
+            one.events.put(("lost", ""))
+
+
+def _lines(code: str) -> int:
+    return code.count("\n") + 1
+
+
+def _text(code: str) -> bytes:
+    return code.encode(errors="surrogateescape") + b"\n"
