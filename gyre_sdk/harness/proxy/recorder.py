@@ -46,6 +46,8 @@ class CallLog:
         self._written = 0
         self._writing = False
         self._wrote_at = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+        self._ended = False
 
     def intent(self, intent: CallIntent) -> None:
         """Write the intent; the next wait covers it."""
@@ -72,16 +74,14 @@ class CallLog:
         self._written = written
 
     def tokens(self, exchange: Exchange, *, watched: bool) -> None:
-        """Write the call's tokens beyond those written, at once when an agent watches, else now and then."""
-        ids, logprobs = exchange.ids, exchange.logprobs
-        now = self._loop.time()
-        if self._writing or len(ids) <= self._written or not (watched or now - self._wrote_at >= self._interval):
+        """Write the call's tokens beyond those written, at once when an agent watches, else after a while."""
+        if self._writing or self._ended or len(exchange.ids) <= self._written:
             return
-        start, self._written, self._writing, self._wrote_at = self._written, len(ids), True, now
-        upto = self._written
-        spans = cut_spans(exchange.known_spans(), start, upto)
-        future = self._journal.tokens_sampled(self._call, TokenChunk(start, ids[start:], logprobs[start:], spans))
-        future.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._token_write_done, done, upto))
+        wait = 0.0 if watched else self._interval - (self._loop.time() - self._wrote_at)
+        if wait <= 0:
+            self._write_tokens(exchange)
+        elif self._timer is None:
+            self._timer = self._loop.call_later(wait, self._write_late, exchange)
 
     async def end(
         self,
@@ -93,6 +93,9 @@ class CallLog:
         answer: dict[str, Any] | None,
     ) -> None:
         """Write the terminal record and wait until it is durable."""
+        self._ended = True
+        if self._timer is not None:
+            self._timer.cancel()
         self._waiting.append(
             self._journal.call_ended(
                 self._call,
@@ -105,6 +108,19 @@ class CallLog:
             )
         )
         await self.settle()
+
+    def _write_late(self, exchange: Exchange) -> None:
+        self._timer = None
+        if not self._writing and not self._ended and len(exchange.ids) > self._written:
+            self._write_tokens(exchange)
+
+    def _write_tokens(self, exchange: Exchange) -> None:
+        start, upto = self._written, len(exchange.ids)
+        self._written, self._writing, self._wrote_at = upto, True, self._loop.time()
+        spans = cut_spans(exchange.known_spans(), start, upto)
+        chunk = TokenChunk(start, exchange.ids[start:], exchange.logprobs[start:], spans)
+        future = self._journal.tokens_sampled(self._call, chunk)
+        future.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._token_write_done, done, upto))
 
     async def settle(self) -> None:
         """Wait until everything written is durable.

@@ -80,7 +80,7 @@ class ChatStream(AnswerStream):
 
     def update(self, index: int, partial: Answer, tokens: Sequence[TokenText] = ()) -> bytes:
         """See `AnswerStream.update`."""
-        shown = Answer(self._settled(partial.content), partial.reasoning.rstrip().rstrip("\ufffd"))
+        shown = Answer(self._settled(partial.content), self._settled(partial.reasoning))
         return self._deltas(index, shown, tokens)
 
     def finish(self, index: int, choice: Choice, tokens: Sequence[TokenText] = ()) -> bytes:
