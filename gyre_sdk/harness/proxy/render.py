@@ -138,7 +138,7 @@ class Template:
         except Exception as error:  # boundary: third-party parsers raise whatever they like
             raise RenderError(f"the sampled tokens cannot be parsed: {error}") from error
         content = "\n".join(text for text in (parsed.content, *texts) if text)
-        reasoning = parsed.reasoning_content or ""
+        reasoning = (parsed.reasoning_content or "").strip()
         if stop and stop in content:
             content = content[: content.index(stop)]
         elif stop and stop in reasoning:

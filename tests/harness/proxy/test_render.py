@@ -153,7 +153,7 @@ def test_a_stream_says_what_the_whole_answer_says(model: Path, stops: tuple[str,
     if not stops:
         request = ChatCompletions().parse(b'{"messages": [{"role": "user", "content": "x"}]}')
 
-    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.lists(PARTS, max_size=8), st.integers(1, 7))
     def run(parts: list[str], step: int) -> None:
         ids = write(template, "".join(parts))
