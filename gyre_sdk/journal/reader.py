@@ -16,6 +16,7 @@ from gyre_sdk.journal.values import (
     CallSummary,
     Entry,
     RecordedExchange,
+    StoreTotals,
     TokenChunk,
     blob_ids,
     blob_logprobs,
@@ -184,6 +185,17 @@ class Reader:
             (run, CallStatus.COMPLETE, CallStatus.DELIVERED),
         )[0]
         return row[0], row[1] // 4
+
+    def totals(self) -> StoreTotals:
+        """Return what the store holds: ended runs, answered calls and the tokens they sampled."""
+        (runs,) = self._rows(
+            "SELECT count(*) FROM run WHERE status NOT IN (?,?)", (RunStatus.RUNNING, RunStatus.CANCELLED)
+        )
+        (calls,) = self._rows(
+            "SELECT count(*), coalesce(sum(length(sampled)), 0) FROM call WHERE status IN (?,?)",
+            (CallStatus.COMPLETE, CallStatus.DELIVERED),
+        )
+        return StoreTotals(runs=runs[0], calls=calls[0], sampled_tokens=calls[1] // 4)
 
     def exchanges(self, run: str) -> list[RecordedExchange]:
         """Return a run's requests and answers as messages, in the order received."""

@@ -1,0 +1,21 @@
+"""Where the suite finds real vLLM: an environment of its own, made by `make vllm`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+VLLM_PYTHON = Path(os.environ.get("GYRE_VLLM_PYTHON", Path(__file__).parent.parent / ".venv-vllm" / "bin" / "python"))
+
+
+def environment() -> dict[str, str]:
+    """Return the environment that a vLLM server on CPU is started with."""
+    if not VLLM_PYTHON.is_file():
+        raise FileNotFoundError(f"{VLLM_PYTHON} is missing: run `make vllm`")
+    return {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
