@@ -59,7 +59,13 @@ class Reader:
 
     def runs(self, *, group: str | None = None, status: RunStatus | None = None) -> list[RunRecord]:
         """Return runs in the order they were opened, optionally of one group or state."""
-        where, values = _where(grp=group, status=status)
+        return self._runs(*_where(grp=group, status=status))
+
+    def run(self, run: str) -> RunRecord | None:
+        """Return one run, or None."""
+        return next(iter(self._runs(*_where(run=run))), None)
+
+    def _runs(self, where: str, values: Sequence[Any]) -> list[RunRecord]:
         return [
             RunRecord(
                 run=RunId(row[0]),
@@ -83,10 +89,6 @@ class Reader:
                 values,
             )
         ]
-
-    def run(self, run: str) -> RunRecord | None:
-        """Return one run, or None."""
-        return next((record for record in self.runs() if record.run == run), None) if self._has_run(run) else None
 
     def lanes(self, run: str | None = None) -> list[LaneRecord]:
         """Return lanes in the order they were opened."""
@@ -232,9 +234,6 @@ class Reader:
                 return self._reader.execute(sql, values).fetchall()
         except sqlite3.Error as error:
             raise JournalError(f"store {self.path} cannot be read: {error}") from error
-
-    def _has_run(self, run: str) -> bool:
-        return bool(self._rows("SELECT 1 FROM run WHERE run=?", (run,)))
 
 
 _LANE = "lane, run, role, name, parent, created_at"

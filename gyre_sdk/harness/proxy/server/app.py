@@ -78,6 +78,7 @@ class ProxyServer:
             access_log=None,
             auto_decompress=False,
             lingering_time=1.0,
+            shutdown_timeout=1.0,
         )
         try:
             await runner.setup()
@@ -93,6 +94,7 @@ class ProxyServer:
             spawn(fleet.watch())
             started(self.url)
             await self._stop.wait()
+            await site.stop()
             await self._drain(registry)
         finally:
             await runner.cleanup()

@@ -313,6 +313,12 @@ class LiveCall:
         )
         if command.status is CallStatus.COMPLETE:
             self.on_complete(self)
+        self._forget_prompt()
+
+    def _forget_prompt(self) -> None:
+        """Drop what only a running call needs: a long run would keep its history once per call."""
+        self.prompt = ()
+        self.intent = msgspec.structs.replace(self.intent, prompt_ids=[], messages=[])
 
     def _parse(self, ids: list[int], *, final: bool) -> Answer:
         stop = self.exchange.stop_reason
