@@ -197,7 +197,7 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
         """Add a unit's summed gradient; return its sums for the log."""
         sums = torch.zeros(len(SUMS), dtype=torch.float64)
         ids, targets = [row.ids for row in unit.rows], [row.targets for row in unit.rows]
-        for order in plan([len(row.ids) for row in unit.rows], self.args.micro_batch_tokens):
+        for order in plan([int(row.targets[-1]) for row in unit.rows], self.args.micro_batch_tokens):
             rows = [unit.rows[place] for place in order]
             with self.accelerator.autocast():
                 logp_K, entropy_K = self._executor(collate(ids, targets, order))

@@ -13,7 +13,7 @@ import pytest
 from training_kit import CONFIG, finish, make_training, start
 
 from gyre_sdk import events
-from gyre_sdk.errors import SettingsError, TrainerError
+from gyre_sdk.errors import JournalError, SettingsError, TrainerError
 from gyre_sdk.journal import Journal
 from gyre_sdk.records import RunStatus
 from gyre_sdk.trainer.config import load_config
@@ -42,10 +42,11 @@ def config(tmp_path: Path) -> Path:
 
 def items(folder: Path) -> list[Any]:
     path = folder / "out" / "store.db"
-    if not path.is_file():
+    try:
+        with Journal(path, "r") as journal:
+            return read(journal.entries("trainer"))
+    except JournalError:  # not there yet, or only just being made
         return []
-    with Journal(path, "r") as journal:
-        return read(journal.entries("trainer"))
 
 
 def check_store(folder: Path, *, steps: int, groups: int = 2, members: int = 3) -> None:

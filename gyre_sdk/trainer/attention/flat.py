@@ -28,11 +28,12 @@ _LOGITS_AT_ONCE = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows of one forward pass. Target k is token `pos_K[k]` of row `row_K[k]`."""
+    """Rows of one forward pass. Target k is `label_K[k]`, predicted at position `pos_K[k]` of row `row_K[k]`."""
 
     ids_BT: Tensor  # noqa: N815
     row_K: Tensor  # noqa: N815
     pos_K: Tensor  # noqa: N815
+    label_K: Tensor  # noqa: N815
     order: NDArray[np.int64]
     """Rows of the unit, in the order in which they lie here."""
 
@@ -55,16 +56,21 @@ def plan(lengths: Sequence[int], budget: int) -> list[NDArray[np.int64]]:
 def collate(
     ids: Sequence[NDArray[np.int32]], targets: Sequence[NDArray[np.int32]], order: NDArray[np.int64]
 ) -> MicroBatch:
-    """Return the rows in `order` as tensors. `targets` are path positions of each row, all above 0."""
-    longest = max(len(ids[row]) for row in order)
-    ids_BT = np.zeros((len(order), longest), dtype=np.int64)
-    for place, row in enumerate(order):
-        ids_BT[place, : len(ids[row])] = ids[row]
+    """Return the rows in `order` as tensors. `targets` are path positions of each row, ascending and above 0.
+
+    A row goes in up to the token before its last target: nothing later can change a target's log-prob.
+    """
+    needed = [int(targets[row][-1]) for row in order]
+    ids_BT = np.zeros((len(order), max(needed)), dtype=np.int64)
+    for place, (row, length) in enumerate(zip(order, needed, strict=True)):
+        ids_BT[place, :length] = ids[row][:length]
     row_K = np.repeat(np.arange(len(order)), [len(targets[row]) for row in order])
-    pos_K = np.concatenate([targets[row] for row in order]).astype(np.int64)
-    if len(pos_K) and pos_K.min() < 1:
+    pos_K = np.concatenate([targets[row] for row in order]).astype(np.int64) - 1
+    if pos_K.min() < 0:
         raise TrainerError("the first token of a path is a target: nothing predicts it; report this as a bug of gyre")
-    return MicroBatch(torch.from_numpy(ids_BT), torch.from_numpy(row_K), torch.from_numpy(pos_K), order)
+    label_K = np.concatenate([ids[row][targets[row]] for row in order]).astype(np.int64)
+    tensor = torch.from_numpy
+    return MicroBatch(tensor(ids_BT), tensor(row_K), tensor(pos_K), tensor(label_K), order)
 
 
 class FlatExecutor:
@@ -84,12 +90,12 @@ class FlatExecutor:
         """Return `(logp_K, entropy_K)` in nats; the entropy has no gradient."""
         device = next(self._model.parameters()).device
         ids_BT, row_K, pos_K = batch.ids_BT.to(device), batch.row_K.to(device), batch.pos_K.to(device)
-        label_K = ids_BT[row_K, pos_K]
+        label_K = batch.label_K.to(device)
         if self._head is None:
             logits_BTV = self._model(input_ids=ids_BT, use_cache=False).logits
-            return _score(logits_BTV[row_K, pos_K - 1], label_K)
+            return _score(logits_BTV[row_K, pos_K], label_K)
         hidden_BTD = self._backbone(input_ids=ids_BT, use_cache=False).last_hidden_state
-        return self._project(hidden_BTD[row_K, pos_K - 1], label_K)
+        return self._project(hidden_BTD[row_K, pos_K], label_K)
 
     def _project(self, hidden_KD: Tensor, label_K: Tensor) -> tuple[Tensor, Tensor]:
         head = self._head
