@@ -24,18 +24,18 @@ from tasks import Part, Step, Task
 from tokenizers import Tokenizer
 
 HABITS: dict[str, float] = {
-    "set": 0.30,
-    "rename": 0.62,
-    "count": 0.35,
-    "sort": 0.30,
-    "append": 0.62,
-    "delete": 0.30,
-    "lookup": 0.35,
-    "copy": 0.30,
-    "repair": 0.62,
+    "set": 0.22,
+    "rename": 0.60,
+    "count": 0.25,
+    "sort": 0.22,
+    "append": 0.60,
+    "delete": 0.22,
+    "lookup": 0.20,
+    "copy": 0.22,
+    "repair": 0.60,
 }
 """Chance of the bad habit, by kind of part."""
-STOPS_EARLY = 0.04
+STOPS_EARLY = 0.03
 """Chance, before each command, of saying that the job is done."""
 FORGETS = 0.25
 """Chance that a summary after a look leaves out what was seen."""
