@@ -7,4 +7,4 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-pytest_plugins = ["demo_policy", "docker_engine"]
+pytest_plugins = ["demo_kit", "docker_engine"]

@@ -65,7 +65,8 @@ def _demo(arguments: argparse.Namespace) -> dict[str, Any]:
         workspace = _workspace(arguments.workspace, cleanup)
         if not (policy / "config.json").is_file():
             warm_start(policy, WarmStart(seed=arguments.seed), cache=ROOT / ".cache" / "quickstart", progress=_say)
-        return {**_loop(arguments, folder, policy, workspace), "minutes": round((time.monotonic() - began) / 60, 2)}
+        figures = _loop(arguments, folder, policy, workspace)
+        return {**figures, "minutes": round((time.monotonic() - began) / 60, 2), "store": str(folder / "store.db")}
 
 
 def _loop(arguments: argparse.Namespace, folder: Path, policy: Path, workspace: str) -> dict[str, Any]:
@@ -109,7 +110,6 @@ def _loop(arguments: argparse.Namespace, folder: Path, policy: Path, workspace: 
             "sampled_tokens": counts.sampled_tokens,
             "trained_tokens": report.trained_tokens,
             "versions": report.versions,
-            "store": str(config.store.path),
         }
 
 

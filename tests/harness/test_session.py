@@ -14,6 +14,7 @@ from typing import Any
 
 import openai
 import pytest
+from proxy_engine import Finish, ScriptedEngine, Tokens, Wait
 
 import gyre_sdk as gyre
 from gyre_sdk.errors import ImageMissing, ServiceError, SettingsError, WorkspaceGone
@@ -22,7 +23,6 @@ from gyre_sdk.harness.limits import classify
 from gyre_sdk.harness.proxy.routing import ReplicaSpec
 from gyre_sdk.journal import Journal
 from gyre_sdk.records import LaneRecord, RunRecord, RunStatus, Score
-from proxy_engine import Finish, ScriptedEngine, Tokens, Wait
 
 QUESTION = [{"role": "user", "content": "Run ls"}]
 
@@ -68,7 +68,7 @@ def test_block_that_ends_is_scored_and_completed(service: gyre.ServiceClient, tm
         ask(openai.OpenAI(base_url=agent.base_url, api_key=agent.api_key))
         assert agent.workspace.exec("echo yes > answer").exit_code == 0
         with pytest.raises(RuntimeError, match="once the session"):
-            agent.result  # noqa: B018
+            agent.result
     assert (agent.result.status, agent.result.reward) == (RunStatus.COMPLETED, 1.0)
     assert (agent.result.calls, agent.result.sampled_tokens) == (2, 6)
     run, lanes, calls = stored(tmp_path)
@@ -106,7 +106,7 @@ def test_lanes_of_subagents_and_summaries(service: gyre.ServiceClient, tmp_path:
         with agent.compaction():
             ask(fixed)  # the main lane's own key counts as the summary's inside the block
         ask(fixed)
-    run, lanes, calls = stored(tmp_path)
+    _run, lanes, calls = stored(tmp_path)
     assert [call.role for call in calls] == ["main", "subagent", "subagent-summary", "main-summary", "main"]
     by_id = {lane.lane: lane for lane in lanes}
     reviewer_summary = next(lane for lane in lanes if lane.role == "subagent-summary")
@@ -171,7 +171,7 @@ def test_turn_limit_of_the_proxy_ends_a_run_as_timed_out(service: gyre.ServiceCl
 
 
 def test_missing_image_is_a_placeholder_not_a_score(
-    service: gyre.ServiceClient, tmp_path: Path, docker_engine: str
+    service: gyre.ServiceClient, tmp_path: Path, base_image: str
 ) -> None:
     with pytest.raises(ImageMissing, match="local/does-not-exist:0"):
         with gyre.session(a_task(image="local/does-not-exist:0"), service=service, workspace="docker"):
