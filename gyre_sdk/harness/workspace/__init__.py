@@ -13,7 +13,7 @@ from gyre_sdk.harness.workspace.choice import choose
 from gyre_sdk.harness.workspace.docker import DockerWorkspace
 from gyre_sdk.harness.workspace.engine import shared_client
 from gyre_sdk.harness.workspace.isolation import Isolation
-from gyre_sdk.harness.workspace.local import LocalWorkspace
+from gyre_sdk.harness.workspace.local import LocalWorkspace, sweep_local
 from gyre_sdk.harness.workspace.pool import PooledWorkspace, WorkspacePool
 from gyre_sdk.harness.workspace.reaper import sweep
 
@@ -29,6 +29,7 @@ __all__ = [
     "choose",
     "open_workspace",
     "sweep",
+    "sweep_local",
 ]
 
 

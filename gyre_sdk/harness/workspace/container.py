@@ -115,7 +115,7 @@ class Container:
     def _give_workdir(self, image: Image, uid: str) -> None:
         """Make the working directory and what the image has there the user's, without running anything inside."""
         numbers = uid.split(":")
-        if not numbers[0].isdigit() or numbers[0] == "0":
+        if not numbers[0].isdigit():
             return
         archive = image.workdir_for(self.client, self.workdir, int(numbers[0]), int(numbers[-1]))
         if archive is not None:

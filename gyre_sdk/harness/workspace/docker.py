@@ -91,7 +91,7 @@ class DockerWorkspace(SupervisedWorkspace):
             how="loop" if _is_root(user) else "user",
             keep=keep,
             workspace=self.id,
-            shell=(self.image.labels[SHELL_LABEL], "sh") if SHELL_LABEL in self.image.labels else ("sh",),
+            shell=(guarded, "sh") if (guarded := self.image.labels.get(SHELL_LABEL)) else ("sh",),
         )
         try:
             sock = self.container.attach(argv, user=user)

@@ -9,17 +9,23 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from pathlib import Path
+
+import msgspec
 
 from gyre_sdk.errors import WorkspaceError
 from gyre_sdk.harness.task import Task
-from gyre_sdk.harness.workspace import reaper
+from gyre_sdk.harness.workspace import owner, reaper
 from gyre_sdk.harness.workspace.channel import ProcessChannel
+from gyre_sdk.harness.workspace.container import lifetime
 from gyre_sdk.harness.workspace.isolation import FOLDERS, Isolation, best_isolation, command, works
 from gyre_sdk.harness.workspace.output import OUTPUT_LIMIT
 from gyre_sdk.harness.workspace.supervised import SupervisedWorkspace
 from gyre_sdk.harness.workspace.supervisor import Supervisor, SupervisorLost, SupervisorUnfit, arguments, fresh_nonce
 
+_PREFIX = "gyre-workspace-"
+_OWNER = "owner.json"
 WARNINGS = {
     Isolation.BUBBLEWRAP: "no memory, CPU or process limits, and the machine's own programs instead of the task's image",
     Isolation.NAMESPACES: "no memory, CPU or process limits, and the machine's own programs instead of the task's image",
@@ -56,10 +62,14 @@ class LocalWorkspace(SupervisedWorkspace):
             raise WorkspaceError(
                 f"isolation {self.isolation.value!r} does not work here; install bubblewrap or util-linux"
             )
+        sweep_local()
         self.warning = WARNINGS[self.isolation]
-        self._root = Path(tempfile.mkdtemp(prefix="gyre-workspace-"))
+        self._root = Path(tempfile.mkdtemp(prefix=_PREFIX))
         for name in FOLDERS:
             (self._root / name).mkdir(mode=0o777)
+        (self._root / _OWNER).write_bytes(
+            msgspec.json.encode(owner.labels(owner.me(), run=run_id, deadline=time.time() + lifetime(task)))
+        )
         reaper.watch(id(self), self._remove)
         workdir = task.workdir or "/workspace"
         self._mapped = self.isolation is Isolation.NONE
@@ -134,10 +144,28 @@ class LocalWorkspace(SupervisedWorkspace):
             self._process.wait()
         if self._mapped:
             _kill_marked(f"GYRE_WORKSPACE={self.id}.".encode())
-        shutil.rmtree(self._root, ignore_errors=True)
-        if self._root.exists():
-            subprocess.run(["chmod", "-R", "u+rwX", self._root], capture_output=True, check=False)
-            shutil.rmtree(self._root, ignore_errors=True)
+        _remove_tree(self._root)
+
+
+def sweep_local() -> list[Path]:
+    """Remove the folders of local workspaces whose owner is dead; return them. Their processes died with the owner."""
+    removed = []
+    for note in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_OWNER}"):
+        try:
+            stale = owner.is_stale(msgspec.json.decode(note.read_bytes(), type=dict[str, str]))
+        except (OSError, msgspec.DecodeError):
+            continue
+        if stale:
+            _remove_tree(note.parent)
+            removed.append(note.parent)
+    return removed
+
+
+def _remove_tree(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():  # folders that were shut, or a process that was still writing
+        subprocess.run(["chmod", "-R", "u+rwX", folder], capture_output=True, check=False)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _kill_marked(marker: bytes) -> None:

@@ -16,10 +16,12 @@ def clip(kept: bytes, lost: int | None, limit: int) -> tuple[str, bool]:
     """
     if lost == 0 and len(kept) <= limit:
         return kept.decode(errors="replace"), False
-    dropped = (lost or 0) + max(0, len(kept) - limit)
-    mark = b"\n[... %s bytes dropped ...]\n" % (b"some" if lost is None else b"%d" % dropped)
+    mark = b""
+    for _ in range(2):  # the mark takes room too, and its own length depends on the number in it
+        dropped = (lost or 0) + max(0, len(kept) - (limit - len(mark)))
+        mark = b"\n[... %s bytes dropped ...]\n" % (b"some" if lost is None else b"%d" % dropped)
     head = (limit - len(mark)) // 2
+    tail = limit - len(mark) - head
     if len(kept) <= limit - len(mark):
         return (kept + mark).decode(errors="replace"), True
-    tail = limit - len(mark) - head
     return (kept[:head] + mark + kept[len(kept) - tail :]).decode(errors="replace"), True

@@ -61,6 +61,7 @@ class WorkspacePool:
         self._ttl_s = ttl_s
         self._slots = threading.Semaphore(size) if size is not None else None
         self._idle: defaultdict[Key, list[DockerWorkspace]] = defaultdict(list)
+        self._held: dict[str, DockerWorkspace | LocalWorkspace] = {}
         self._returning: defaultdict[Key, int] = defaultdict(int)
         self._changed = threading.Condition()
         self._closed = False
@@ -92,7 +93,9 @@ class WorkspacePool:
             if self._slots is not None:
                 self._slots.release()
             raise
-        self.runs[workspace.id] = run_id
+        with self._changed:
+            self.runs[workspace.id] = run_id
+            self._held[workspace.id] = workspace
         return PooledWorkspace(workspace, lambda: self._give_back(key, workspace))
 
     def _obtain(self, task: Task, run_id: str) -> tuple[Key | None, DockerWorkspace | LocalWorkspace]:
@@ -123,7 +126,9 @@ class WorkspacePool:
             return self._idle[key].pop() if self._idle[key] else None
 
     def _give_back(self, key: Key | None, workspace: DockerWorkspace | LocalWorkspace) -> None:
-        self.runs.pop(workspace.id, None)
+        with self._changed:
+            self.runs.pop(workspace.id, None)
+            self._held.pop(workspace.id, None)
         if key is None or self._closed or not isinstance(workspace, DockerWorkspace):
             workspace.close()
             self._free()
@@ -174,14 +179,15 @@ class WorkspacePool:
             self._slots.release()
 
     def close(self) -> None:
-        """Remove the idle workspaces; those in use are removed when they come back. Idempotent."""
+        """Remove every workspace, those in use too: what they run ends with `WorkspaceGone`. Idempotent."""
         with self._changed:
             self._closed = True
-            idle = [workspace for some in self._idle.values() for workspace in some]
+            closing: list[DockerWorkspace | LocalWorkspace] = [one for some in self._idle.values() for one in some]
+            closing += self._held.values()
             self._idle.clear()
         self._cleaners.shutdown(wait=True)
         with ThreadPoolExecutor(8) as removing:
-            list(removing.map(DockerWorkspace.close, idle))
+            list(removing.map(lambda one: one.close(), closing))
 
     def __enter__(self) -> WorkspacePool:
         return self

@@ -24,9 +24,6 @@ from __future__ import annotations
 BLOCK = 10_240
 """Bytes per block of raw data after the code of a `T` request: a tar record."""
 
-TOOLS = ("setsid", "mkfifo", "dd", "base64", "tar", "mkdir", "rm", "cat", "stat", "sleep")
-"""What the supervisor needs from the image, besides `sh`."""
-
 BOOTSTRAP = r"""c=
 while IFS= read -r l; do case $l in '#end') break;; esac; c="$c$l
 "; done
@@ -90,10 +87,11 @@ kill_marked() {
 chunks() {
   n=100000 b=0 h=0 t=0 lost=0
   while :; do
-    dd bs=32768 count=32 of="$1.$n" 2>"$1.log" || { echo x >"$1.bad"; exec cat >/dev/null; }
+    LC_ALL=C dd bs=32768 count=32 of="$1.$n" 2>"$1.log" || { echo x >"$1.bad"; exec cat >/dev/null; }
     r=32
-    IFS=' ' read -r r l <"$1.log" || { echo x >"$1.bad"; exec cat >/dev/null; }
-    [ $((r)) -lt 32 ] && return
+    while IFS=' ' read -r r l; do case $l in 'records in') break;; esac; done <"$1.log"
+    case $r in *[!0-9+]*|'') echo x >"$1.bad"; exec cat >/dev/null;; esac
+    [ $(($r)) -lt 32 ] && return
     [ -e "$D/$id.s" ] || exec cat >/dev/null
     s=$(stat -c %s "$1.$n")
     if [ $h -lt $CAP ]; then

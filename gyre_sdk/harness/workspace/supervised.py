@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import itertools
-import os
 import posixpath
 import queue
 import re
@@ -18,7 +17,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from gyre_sdk.errors import WorkspaceError, WorkspaceGone
-from gyre_sdk.harness.workspace.output import OUTPUT_LIMIT, clip
+from gyre_sdk.harness.workspace.archive import anonymous, tar_of, unpack
+from gyre_sdk.harness.workspace.output import clip
 from gyre_sdk.harness.workspace.supervisor import Running, Supervisor, SupervisorLost, SupervisorUnfit
 from gyre_sdk.records import ExecResult
 
@@ -73,6 +73,7 @@ class SupervisedWorkspace:
         began = time.monotonic()
         supervisor = self._supervisor(user or self.user)
         id = f"x{next(_counter)}"
+        command += "\n"  # shells differ in what a backslash at the very end of a file means
         script = command.encode(errors="surrogateescape")
         place = f"{supervisor.folder}/{id}"
         files = {}
@@ -87,7 +88,7 @@ class SupervisedWorkspace:
         code += f"launch {supervisor.shell} {place}.s"
         try:
             if files:
-                self._place(supervisor, supervisor.folder, _tar(files, mode=0o600))
+                self._place(supervisor, supervisor.folder, tar_of(files, mode=0o600))
             running = supervisor.start(code, id=id)
         except SupervisorLost as lost:
             self._restart(user or self.user, supervisor, str(lost))
@@ -164,8 +165,8 @@ class SupervisedWorkspace:
         )
 
     def _nothing(self, supervisor: Supervisor, running: Running) -> list[tuple[bytes, int | None]]:
-        supervisor.start(f"rm -f {running.folder}/{running.id}.*", id=f"{running.id}.rm")
-        supervisor.forget(Running(f"{running.id}.rm", ""))
+        """Both outputs of a command are empty: only its files have to go."""
+        supervisor.forget(supervisor.start(f"rm -f {running.folder}/{running.id}.*", id=f"{running.id}.rm"))
         return [(b"", 0), (b"", 0)]
 
     def _fail(self, why: str, cwd: str | None) -> NoReturn:
@@ -207,14 +208,14 @@ class SupervisedWorkspace:
         if only is None or len(self._supervisors) > 1 or not (only.alive and only.guarded):
             return False
         try:
-            return only.ask("kill_others", timeout=10.0)[0] == 0
+            return only.ask("kill_others", timeout=5.0)[0] == 0
         except SupervisorLost:
             return False
 
     def _kill_everything(self, supervisor: Supervisor, user: str) -> Supervisor:
         """The last resort at a timeout: every process of the user dies."""
         try:
-            supervisor.ask("kill_others", timeout=10.0)
+            supervisor.ask("kill_others", timeout=5.0)
         except SupervisorLost as lost:
             return self._restart(user, supervisor, str(lost))
         return supervisor
@@ -313,12 +314,12 @@ class SupervisedWorkspace:
         full = self._path(path)
         content = data.encode() if isinstance(data, str) else data
         self._place(
-            self._supervisor(self.user), posixpath.dirname(full), _tar({posixpath.basename(full): content}, mode=mode)
+            self._supervisor(self.user), posixpath.dirname(full), tar_of({posixpath.basename(full): content}, mode=mode)
         )
 
     def write_many(self, files: Mapping[str, bytes], folder: str) -> None:
         """Create files (relative path -> bytes) below a folder in one step; those starting with `#!` are executable."""
-        self._place(self._supervisor(self.user), self._path(folder), _tar(files))
+        self._place(self._supervisor(self.user), self._path(folder), tar_of(files))
 
     def upload(self, local: Path, path: str) -> None:
         """See `ports.Workspace`."""
@@ -329,9 +330,9 @@ class SupervisedWorkspace:
         with tarfile.open(fileobj=stream, mode="w", format=tarfile.GNU_FORMAT) as archive:
             if local.is_dir():
                 for entry in sorted(local.iterdir()):
-                    archive.add(entry, entry.name, filter=_anonymous)
+                    archive.add(entry, entry.name, filter=anonymous)
             else:
-                archive.add(local, posixpath.basename(full), filter=_anonymous)
+                archive.add(local, posixpath.basename(full), filter=anonymous)
         folder = full if local.is_dir() else posixpath.dirname(full)
         self._place(self._supervisor(self.user), folder, stream.getvalue())
 
@@ -344,7 +345,7 @@ class SupervisedWorkspace:
         if status != 0 or not lines:
             raise WorkspaceError(f"{full!r} cannot be downloaded from workspace {self.id}: no such file or folder")
         with tarfile.open(fileobj=io.BytesIO(base64.b64decode(b"".join(lines)))) as archive:
-            _unpack(archive, name, local)
+            unpack(archive, name, local)
 
     def _path(self, path: str) -> str:
         if "\0" in path or not path:
@@ -381,42 +382,3 @@ class SupervisedWorkspace:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _tar(files: Mapping[str, bytes], *, mode: int | None = None) -> bytes:
-    stream = io.BytesIO()
-    now = int(time.time())
-    with tarfile.open(fileobj=stream, mode="w", format=tarfile.GNU_FORMAT) as archive:
-        for name, content in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size, entry.mtime = len(content), now
-            entry.mode = mode if mode is not None else (0o755 if content.startswith(b"#!") else 0o644)
-            archive.addfile(entry, io.BytesIO(content))
-    return stream.getvalue()
-
-
-def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    entry.uid = entry.gid = 0
-    entry.uname = entry.gname = ""
-    return entry
-
-
-def _unpack(archive: tarfile.TarFile, name: str, local: Path) -> None:
-    """Write an archive's entry `name` as `local`; links and devices that lead outside are refused."""
-    local.parent.mkdir(parents=True, exist_ok=True)
-    members = archive.getmembers()
-    if members and members[0].isreg() and len(members) == 1:
-        content = archive.extractfile(members[0])
-        assert content is not None
-        local.write_bytes(content.read())
-        return
-    for member in members:
-        member.name = os.path.relpath(member.name, name)
-    local.mkdir(parents=True, exist_ok=True)
-    try:
-        archive.extractall(local, filter="data")
-    except tarfile.FilterError as error:
-        raise WorkspaceError(f"{name!r} holds an entry that leads outside of {local}: {error}") from error
-
-
-__all__ = ["OUTPUT_LIMIT", "SupervisedWorkspace"]

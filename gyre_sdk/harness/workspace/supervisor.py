@@ -146,14 +146,16 @@ class Supervisor:
 
     def is_attended(self, running: Running) -> bool:
         """Tell whether the subshell that will report the command's end still lives: the command may have killed it."""
-        if not running.wrapper:
+        with self._lock:
+            busy = bool(self._answers)
+        if busy or not running.wrapper:
             return True
         state = f"{{ IFS= read -r st </proc/{running.wrapper}/stat; }} 2>/dev/null"
-        return self.ask(f"{state} && case ${{st##*) }} in Z*|X*) false;; *) true;; esac", timeout=30.0)[0] == 0
+        return self.ask(f"{state} && case ${{st##*) }} in Z*|X*) false;; *) true;; esac", timeout=10.0)[0] == 0
 
     def kill(self, running: Running) -> bool:
         """Kill what a command started; False when some of it kept escaping."""
-        return self.ask(f"kill_marked {running.id}", timeout=10.0)[0] == 0
+        return self.ask(f"kill_marked {running.id}", timeout=5.0)[0] == 0
 
     def collect(self, running: Running) -> list[tuple[bytes, int | None]]:
         """Return (kept bytes, bytes lost or None when unknown) of both outputs; the supervisor forgets them."""

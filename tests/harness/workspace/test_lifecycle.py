@@ -1,0 +1,218 @@
+"""Images, engines, owners: built once, found or named as missing, and nothing left behind. Case: cli-containers-after-signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from gyre_sdk.errors import WorkspaceError
+from gyre_sdk.harness.task import Task
+from gyre_sdk.harness.workspace import (
+    DockerWorkspace,
+    LocalWorkspace,
+    choose,
+    open_workspace,
+    owner,
+    sweep,
+    sweep_local,
+)
+from gyre_sdk.harness.workspace.images import SANDBOXES, build_sandbox, ensure_image
+from gyre_sdk.harness.workspace.isolation import best_isolation
+
+pytestmark = pytest.mark.docker
+
+CHILD = """
+    import os, sys, time
+    from gyre_sdk.harness.task import Task
+    from gyre_sdk.harness.workspace import WorkspacePool, open_workspace
+    task = Task(instruction="x", memory_mb=64)
+    one = open_workspace(task, run_id="child")
+    pool = WorkspacePool(recycle=True)
+    pool.take(task).close()
+    held = pool.take(task)
+    print("ready", flush=True)
+    {what}
+"""
+WAIT = "one.exec('sleep 600')"
+
+
+def labelled(client, pid):
+    return [found["Id"] for found in client.api.containers(all=True, filters={"label": f"gyre.owner_pid={pid}"})]
+
+
+def child(url, what=WAIT):
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(CHILD.format(what=what))],
+        env={**os.environ, "DOCKER_HOST": url},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_signals_remove_the_containers(docker_client, docker_url, base_image, number):
+    process = child(docker_url)
+    assert len(labelled(docker_client, process.pid)) == 2
+    process.send_signal(number)
+    code = process.wait(60)
+    assert code == -number or code == 1
+    assert labelled(docker_client, process.pid) == []
+
+
+@pytest.mark.parametrize("what", ["raise RuntimeError", "sys.exit(3)", "pass"])
+def test_any_end_of_the_program_removes_the_containers(docker_client, docker_url, base_image, what):
+    process = child(docker_url, what)
+    process.wait(60)
+    assert labelled(docker_client, process.pid) == []
+
+
+def test_what_a_killed_owner_left_is_swept_and_nothing_else(docker_client, docker_url, base_image):
+    unrelated = docker_client.api.create_container("gyre/base", ["sleep", "60"], labels={"other": "1"})["Id"]
+    mine = DockerWorkspace(Task(instruction="x", memory_mb=64), docker_client)
+    alive = child(docker_url)
+    process = child(docker_url)
+    process.kill()
+    process.wait()
+    left = labelled(docker_client, process.pid)
+    assert len(left) == 2
+    assert sorted(sweep(docker_client)) == sorted(left)
+    assert labelled(docker_client, process.pid) == []
+    assert mine.exec("echo alive").stdout == "alive\n"
+    assert len(labelled(docker_client, alive.pid)) == 2
+    assert docker_client.api.inspect_container(unrelated)["Id"] == unrelated
+    docker_client.api.remove_container(unrelated)
+    alive.terminate()
+    alive.wait(60)
+    mine.close()
+
+
+def test_a_container_ends_itself_after_its_lifetime(docker_client, docker_url, base_image):
+    workspace = DockerWorkspace(Task(instruction="x", memory_mb=64), docker_client, ttl_s=1)
+    deadline = time.monotonic() + 30
+    while docker_client.api.containers(all=True, filters={"id": workspace.container.id}):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    workspace.close()
+
+
+def test_staleness():
+    """Who is judged: same boot and same process namespace only; anybody past the deadline."""
+    mine = owner.labels(owner.me(), run="r", deadline=1000.0)
+    assert not owner.is_stale(mine, now=900.0)
+    assert owner.is_stale(mine, now=2000.0)
+    assert owner.is_stale({**mine, owner.START: "1"}, now=900.0)
+    assert owner.is_stale({**mine, owner.PID: "4194304"}, now=900.0)
+    for elsewhere in ({owner.BOOT: "other"}, {owner.NAMESPACE: "pid:[1]"}):
+        assert not owner.is_stale({**mine, owner.PID: "4194304", **elsewhere}, now=900.0)
+    assert not owner.is_stale({})
+    assert not owner.is_stale({owner.DEADLINE: "soon"})
+
+
+def test_an_image_is_built_once_per_content(docker_client, base_image, tmp_path):
+    (tmp_path / "Dockerfile").write_text("FROM gyre/base\nCOPY a.txt /a.txt\nRUN cat /a.txt\n")
+    (tmp_path / "a.txt").write_text("one")
+    task = Task(instruction="x", dockerfile=tmp_path)
+    first = ensure_image(docker_client, task)
+    assert ensure_image(docker_client, task).id == first.id
+    (tmp_path / "a.txt").write_text("two")
+    assert ensure_image(docker_client, task).id != first.id
+    assert docker_client.api.containers(all=True, filters={"ancestor": first.id}) == []
+
+
+def test_a_failing_build_shows_its_last_lines(docker_client, base_image, tmp_path):
+    (tmp_path / "Dockerfile").write_text("FROM gyre/base\nRUN echo look-here && false\n")
+    with pytest.raises(WorkspaceError, match="look-here"):
+        open_workspace(Task(instruction="x", dockerfile=tmp_path))
+    with pytest.raises(WorkspaceError, match="does not exist"):
+        open_workspace(Task(instruction="x", dockerfile=tmp_path / "none"))
+
+
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in SANDBOXES.glob("*/Dockerfile")))
+def test_every_sandbox_builds_and_passes_its_smoke_test(docker_client, base_image, name):
+    image = build_sandbox(docker_client, name)
+    with DockerWorkspace(Task(instruction="x", image=image.name), docker_client) as workspace:
+        ran = workspace.exec((SANDBOXES / name / "smoke.sh").read_text(), timeout=60)
+        assert (ran.exit_code, ran.stdout.strip()) == (0, "ok"), ran
+
+
+def test_an_unknown_sandbox_is_named(docker_client):
+    with pytest.raises(WorkspaceError, match="sandboxes here: base"):
+        build_sandbox(docker_client, "nothing")
+
+
+def test_no_engine_is_said_with_the_next_step(tmp_path):
+    nowhere = f"unix://{tmp_path}/no.sock"
+    with pytest.raises(
+        WorkspaceError, match=r"no Docker engine answers at .*no\.sock.*apt-get install docker\.io.*kind='local'"
+    ):
+        open_workspace(Task(instruction="x"), engine=nowhere)
+    kind, why = choose("auto", nowhere)
+    assert kind == "local"
+    assert "no.sock" in why and best_isolation().value in why
+    with open_workspace(Task(instruction="x"), kind="auto", engine=nowhere) as workspace:
+        assert isinstance(workspace, LocalWorkspace)
+        assert best_isolation().value in workspace.describe()
+    with pytest.raises(WorkspaceError, match="'podman' is unknown"):
+        choose("podman")  # type: ignore[arg-type]
+
+
+def test_auto_prefers_the_engine(docker_client, docker_url, base_image):
+    assert choose("auto", docker_url)[0] == "docker"
+    with open_workspace(Task(instruction="x", memory_mb=64), kind="auto", engine=docker_url) as workspace:
+        assert isinstance(workspace, DockerWorkspace)
+
+
+def test_a_local_workspace_leaves_nothing(tmp_path):
+    workspace = LocalWorkspace(Task(instruction="x", files={"a": "1"}))
+    root = workspace._root
+    workspace.exec("setsid sleep 31466 >/dev/null 2>&1 & mkdir shut; touch shut/f; chmod 000 shut")
+    workspace.close()
+    assert not root.exists()
+    assert subprocess.run(["pgrep", "-f", "sleep 3146[6]"], check=False).returncode == 1
+
+
+def test_what_a_killed_owner_left_of_a_local_workspace_is_swept():
+    code = """
+from gyre_sdk.harness.task import Task
+from gyre_sdk.harness.workspace import LocalWorkspace
+workspace = LocalWorkspace(Task(instruction="x"))
+print(workspace._root, flush=True)
+workspace.exec("sleep 31455")
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    root = Path(process.stdout.readline().strip())
+    process.kill()
+    process.wait()
+    with LocalWorkspace(Task(instruction="x")) as mine:
+        assert not root.exists()
+        assert mine.exec("echo alive").stdout == "alive\n"
+        assert root not in sweep_local()
+
+
+def test_a_local_workspace_has_no_network_and_no_secrets():
+    for kind in ("bubblewrap", "namespaces"):
+        from gyre_sdk.harness.workspace import Isolation
+
+        with LocalWorkspace(Task(instruction="x"), isolation=Isolation(kind)) as workspace:
+            ran = workspace.exec(
+                "grep -c . /proc/net/route; ls /root /home /work /var; cat /etc/shadow; touch /usr/x; ls /proc | grep -c '^[0-9]'"
+            )
+            lines = ran.stdout.split()
+            assert lines[0] in ("0", "1")
+            assert int(lines[-1]) < 20
+            assert ran.stderr.count("No such file") >= 4
+
+
+def test_a_local_workspace_refuses_an_image_of_its_own(tmp_path):
+    with pytest.raises(WorkspaceError, match="kind='docker'"):
+        LocalWorkspace(Task(instruction="x", dockerfile=tmp_path))
