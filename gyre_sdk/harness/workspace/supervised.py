@@ -28,6 +28,9 @@ _HELD_PIPE = 0.15
 """Seconds that a background child may keep a finished command's output open before it is cut off."""
 _LOOK_EVERY = 1.0
 """Seconds without news after which a command's wrapper is looked for: the command may have killed it."""
+_DYING = re.compile(r"stopped state|not running|no such (container|process)|is restarting", re.IGNORECASE)
+"""What an engine says of a container that is about to be dead."""
+_DYING_LOOKS = 50
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _counter = itertools.count(1)
 
@@ -246,6 +249,11 @@ class SupervisedWorkspace:
             ) from unfit
         except SupervisorLost as lost:
             self._check(str(lost))
+            for _ in range(_DYING_LOOKS):  # the engine may call it running for a moment longer
+                if not _DYING.search(str(lost)):
+                    break
+                time.sleep(0.1)
+                self._check(str(lost))
             raise WorkspaceError(
                 f"no command can run as user {user!r} in workspace {self.id}: {lost}; check that the user exists in the"
                 " image and that the image has a POSIX shell"
