@@ -49,7 +49,8 @@ def evaluate(
 ) -> Evaluation:
     """Run the agent once on each task against the policy being served now.
 
-    Tasks that have an ended run under this name already are not run again, so a killed evaluation goes on where it was.
+    Tasks that have a scored run under this name already are not run again, so a killed evaluation goes on where it was.
+    A run without a score is repeated once.
 
     Args:
         name: what the runs are recorded under (`split`); not `train`.
@@ -64,12 +65,15 @@ def evaluate(
             return evaluate(config, tasks, name=name, temperature=temperature, stack=own)
     if name == "train":
         raise TrainerError("an evaluation cannot be named 'train': its runs would be taken for training data")
+    options = {} if temperature is None else {"temperature": temperature}
     done = ended(stack.journal, name)
-    missing = [task for task in tasks if task.name not in done]
+    missing = [task for task in tasks if not scored(done.get(task.name))]
     stack.observer(PhaseStarted(time.time(), name, len(missing)))
-    if missing:
-        _run_all(stack, missing, name, {} if temperature is None else {"temperature": temperature})
-        done = ended(stack.journal, name)
+    for _ in range(2):
+        if missing:
+            _run_all(stack, missing, name, options)
+            done = ended(stack.journal, name)
+            missing = [task for task in missing if not scored(done.get(task.name))]
     runs = [done[task.name] for task in tasks if task.name in done]
     if not runs:
         raise TrainerError(f"evaluation {name!r} has no ended run; see {config.output.dir / 'logs'}")
@@ -77,7 +81,7 @@ def evaluate(
     found = Evaluation(
         name=name,
         runs=len(runs),
-        scored=sum(run.reward is not None and not run.placeholder for run in runs),
+        scored=sum(map(scored, runs)),
         reward=sum(rewards) / len(runs),
         success=sum(reward >= config.rollout.success_at for reward in rewards) / len(runs),
     )
@@ -86,12 +90,19 @@ def evaluate(
 
 
 def ended(journal: Journal, name: str) -> dict[str, RunRecord]:
-    """Return the ended runs of an evaluation by task, the last of each."""
-    return {
-        run.task: run
-        for run in journal.runs()
-        if run.metadata.get("split") == name and run.status not in (RunStatus.RUNNING, RunStatus.CANCELLED)
-    }
+    """Return the ended runs of an evaluation by task: of each the last that has a score, or else the last."""
+    found: dict[str, RunRecord] = {}
+    for run in journal.runs():
+        if run.metadata.get("split") != name or run.status in (RunStatus.RUNNING, RunStatus.CANCELLED):
+            continue
+        if scored(run) or not scored(found.get(run.task)):
+            found[run.task] = run
+    return found
+
+
+def scored(run: RunRecord | None) -> bool:
+    """Tell whether a run has an evaluated reward."""
+    return run is not None and run.reward is not None and not run.placeholder
 
 
 def _run_all(stack: Stack, tasks: Sequence[Task], name: str, options: dict[str, Any]) -> None:

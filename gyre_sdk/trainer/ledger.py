@@ -190,7 +190,8 @@ class LedgerState:
     """Version -> its state and the optimizer steps behind it. 0, the starting policy, is there from the start."""
     groups: dict[str, Group] = field(default_factory=dict)
     units: dict[str, State] = field(default_factory=dict)
-    unit_groups: dict[str, str] = field(default_factory=dict)
+    sealed: dict[str, UnitSealed] = field(default_factory=dict)
+    """What is known of each unit."""
     steps: dict[int, Step] = field(default_factory=dict)
 
     @property
@@ -207,6 +208,10 @@ class LedgerState:
     def committed(self) -> int:
         """Optimizer steps of the lineage."""
         return max((step for step, kept in self.steps.items() if kept.state is not State.STARTED), default=0)
+
+    def trained_tokens(self) -> int:
+        """Return the targets that the steps of the lineage trained."""
+        return sum(self.sealed[unit].tokens for step in self.steps.values() for unit in step.units)
 
     def unused(self) -> list[str]:
         """Return groups that no step of the lineage has taken, in the order planned."""
@@ -237,9 +242,9 @@ def apply(state: LedgerState, item: Item) -> None:
             before = State.ABSENT if planned is None else State.CLOSED if planned.closed else State.PLANNED
             advance("group_closed", before, f"group {group}")
             state.groups[group].closed = item
-        case UnitSealed(unit, group):
+        case UnitSealed(unit):
             state.units[unit] = advance("unit_sealed", state.units.get(unit, State.ABSENT), f"unit {unit}")
-            state.unit_groups[unit] = group
+            state.sealed[unit] = item
         case StepStarted(step, groups):
             free = set(state.unused())
             for group in groups:
@@ -256,7 +261,7 @@ def apply(state: LedgerState, item: Item) -> None:
             for unit in units:
                 before = committed.get(unit, state.units.get(unit, State.ABSENT))
                 committed[unit] = advance("unit_committed", before, f"unit {unit}")
-                if state.unit_groups[unit] not in kept.groups:
+                if state.sealed[unit].group not in kept.groups:
                     raise TrainerError(f"the ledger refuses unit {unit} in step {step}: its group is not in the batch")
             state.units.update(committed)
             kept.state, kept.units, kept.metrics = after, units, metrics

@@ -145,6 +145,7 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
         self._executor = FlatExecutor(self.model)
         self._done: StepReport | None = None
         self._grad_norm = 0.0
+        self._learning_rate = 0.0
 
     def _send_telemetry(self) -> None:
         """Send nothing."""
@@ -184,6 +185,7 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         found = super()._get_grad_norm(model, grad_norm=grad_norm)
         self._grad_norm = 0.0 if found is None else float(found)
+        self._learning_rate = self._get_learning_rate()  # once the schedule has stepped, it is the next step's
         return found
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -227,7 +229,7 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
         report, self._done = self._done, None
         if not report.skipped:
             report.metrics["grad_norm"] = self._grad_norm
-            report.metrics["learning_rate"] = self._get_learning_rate()
+            report.metrics["learning_rate"] = self._learning_rate
         self._on_step(report)
 
 

@@ -23,39 +23,49 @@ from gyre_sdk.harness.hooks import unobserved
 from gyre_sdk.harness.ports import Observer
 from gyre_sdk.trainer.checkpoints import folder_digest, remove_after
 from gyre_sdk.trainer.config import TrainerConfig
-from gyre_sdk.trainer.ledger import CheckpointSaved, GroupClosed, Resumed, StepCommitted, StepStarted, UnitSealed
+from gyre_sdk.trainer.ledger import (
+    CheckpointSaved,
+    GroupClosed,
+    LedgerState,
+    Resumed,
+    StepCommitted,
+    StepStarted,
+    UnitSealed,
+)
 from gyre_sdk.trainer.rollouts import Plan, Rollouts
 from gyre_sdk.trainer.stack import Stack
 from gyre_sdk.trainer.trainer import StepReport, make_trainer
 from gyre_sdk.trainer.units import Sealer, Unit
 from gyre_sdk.trainer.weights import full_weights
 
+_UNTRAINED = "untrained/"
 _STOP_SECONDS = 5.0
 _HOPELESS_STEPS = 2
 """Steps in a row without one scored run, after which training gives up."""
 
 
 class TrainReport(msgspec.Struct, frozen=True):
-    """What a training came to; counts are of this process."""
+    """What a training came to, over all processes that worked on it."""
 
     steps: int
-    """Steps of the lineage, those of earlier processes included."""
     resumed_from: int
     """Step that this process took up at."""
     skipped: int
     """Steps with nothing to train."""
     runs: int
-    """Runs of the groups that its steps used."""
+    """Runs of the groups that the steps used."""
     trained_tokens: int
+    """Sampled tokens that were targets of a step."""
     version: int
     """Version being served at the end."""
     versions: int
-    """Versions published in this store, the starting policy not counted."""
+    """Version numbers taken in this store, the starting policy not counted."""
     seconds: float
+    """Wall time of this process's part."""
     metrics: dict[str, float] = {}
-    """Of the last step."""
+    """Of the last step that trained."""
     untrained: dict[str, int] = {}
-    """What was recorded and not trained, by reason."""
+    """What the steps' groups recorded and did not train, by reason."""
 
 
 @dataclass(slots=True)
@@ -65,6 +75,8 @@ class _Step:
     groups: list[GroupClosed] = field(default_factory=list)
     untrained: Counter[str] = field(default_factory=Counter)
     began: float = field(default_factory=time.monotonic)
+    waited: float = 0.0
+    """Seconds in which no closed group was there to train on."""
 
     def rewards(self) -> list[float]:
         return [reward for group in self.groups for reward in group.rewards if reward is not None]
@@ -132,11 +144,6 @@ class _Training:
         self._step = _Step()
         self._unpublished = False
         self._hopeless = 0
-        self._skipped = 0
-        self._runs = 0
-        self._tokens = 0
-        self._untrained: Counter[str] = Counter()
-        self._metrics: dict[str, float] = {}
 
     def run(self) -> TrainReport:
         """Train, and report."""
@@ -161,18 +168,7 @@ class _Training:
                 trainer.train(resume_from_checkpoint=recovery.checkpoint.path if recovery.checkpoint else None)
             finally:
                 self._rollouts.stop(_STOP_SECONDS)
-        return TrainReport(
-            steps=self._ledger.state.committed,
-            resumed_from=recovery.step,
-            skipped=self._skipped,
-            runs=self._runs,
-            trained_tokens=self._tokens,
-            version=stack.publisher.current.version,
-            versions=len(self._ledger.state.versions) - 1,
-            seconds=time.monotonic() - began,
-            metrics=self._metrics,
-            untrained=dict(self._untrained),
-        )
+        return report(self._ledger.state, recovery.step, stack.publisher.current.version, time.monotonic() - began)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -181,28 +177,28 @@ class _Training:
         self._step = current = _Step()
         groups = self._rollouts.take()
         self._ledger.add(StepStarted(step, groups), at=time.time())
+        asked = time.monotonic()
         for closed in self._rollouts.closed(groups):
+            current.waited += time.monotonic() - asked
             current.groups.append(closed)
             sealed = self._sealer.seal(self._stack.journal, closed.group, closed.runs)
             current.untrained.update(sealed.dropped)
             for unit in sealed.units:
                 self._ledger.add(UnitSealed(unit.id, unit.group, unit.runs, unit.tokens), at=time.time())
                 yield unit
+            asked = time.monotonic()
 
     def _on_step(self, report: StepReport) -> None:
         current, config = self._step, self._config
-        dropped = {f"untrained/{name}": float(count) for name, count in current.untrained.items()}
-        metrics = {**report.metrics, **dropped, "seconds": time.monotonic() - current.began}
+        dropped = {f"{_UNTRAINED}{name}": float(count) for name, count in current.untrained.items()}
+        seconds = {"seconds": time.monotonic() - current.began, "seconds_waiting": current.waited}
+        metrics = {**report.metrics, **dropped, **seconds}
         self._ledger.add(StepCommitted(report.step, report.units, metrics), at=time.time())
         rewards = current.rewards()
-        self._runs += current.runs()
-        self._untrained.update(current.untrained)
         if report.skipped:
             self._skip(report.step, current)
         else:
             self._unpublished = True
-            self._tokens += report.totals.targets
-            self._metrics = metrics
             self._stack.observer(
                 events.StepTaken(
                     at=time.time(),
@@ -223,7 +219,6 @@ class _Training:
             self._rollouts.advance(report.step)
 
     def _skip(self, step: int, current: _Step) -> None:
-        self._skipped += 1
         scored = len(current.rewards())
         counts = ", ".join(f"{name} {count}" for name, count in sorted(current.untrained.items()))
         reason = (
@@ -246,6 +241,29 @@ class _Training:
 
     def _on_saved(self, step: int, folder: Path) -> None:
         self._ledger.add(CheckpointSaved(step, str(folder), folder_digest(folder, sync=True)), at=time.time())
+
+
+def report(state: LedgerState, resumed_from: int, version: int, seconds: float) -> TrainReport:
+    """Return what the ledger says of a training."""
+    steps = [state.steps[number] for number in sorted(state.steps)]
+    groups = [state.groups[group].closed for step in steps for group in step.groups]
+    untrained: Counter[str] = Counter()
+    for step in steps:
+        for name, value in step.metrics.items():
+            if name.startswith(_UNTRAINED):
+                untrained[name.removeprefix(_UNTRAINED)] += int(value)
+    return TrainReport(
+        steps=state.committed,
+        resumed_from=resumed_from,
+        skipped=sum(not step.units for step in steps),
+        runs=sum(len(group.runs) for group in groups if group is not None),
+        trained_tokens=state.trained_tokens(),
+        version=version,
+        versions=len(state.versions) - 1,
+        seconds=seconds,
+        metrics=next((step.metrics for step in reversed(steps) if step.units), {}),
+        untrained=dict(untrained),
+    )
 
 
 def _ignore(result: object) -> None:

@@ -67,7 +67,7 @@ def test_steps_are_reported_and_saved_in_order(tmp_path: Path) -> None:
     assert reports[0].totals.runs == 6 and len(reports[0].units) == 2
     for key in ("loss", "ratio", "clip_ratio/region_mean", "approx_kl", "entropy", "grad_norm", "learning_rate"):
         assert np.isfinite(reports[0].metrics[key])
-    assert reports[0].metrics["learning_rate"] > reports[3].metrics["learning_rate"]
+    assert [report.metrics["learning_rate"] for report in reports] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
 
 
 def test_an_empty_step_changes_no_weight_and_no_optimizer_state(tmp_path: Path) -> None:
@@ -131,8 +131,6 @@ def test_gradients_are_clipped_after_the_division(tmp_path: Path) -> None:
     norms: list[float] = []
     config = TrainConfig(steps=1, learning_rate=1e-3, max_grad_norm=1e-3)
     trainer = make_trainer(config, model, tmp_path, batch, on_step=lambda report: None)
-    step = trainer.optimizer_step if hasattr(trainer, "optimizer_step") else None
-    assert step is None
     trainer.create_optimizer()
     inner = trainer.optimizer.step
 
