@@ -37,10 +37,20 @@ def make_demo_model(folder: Path) -> None:
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=704, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=True, eos_token_id=1,
-    ))
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=704,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=32,
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+            eos_token_id=1,
+        )
+    )
     model.generation_config = GenerationConfig(eos_token_id=1)
     model.save_pretrained(folder)
 
@@ -144,20 +154,52 @@ def main() -> None:
             make_demo_model(model)
         model, port = model.resolve(), free_port()
         root = str(Path(__file__).resolve().parent.parent)
-        results = {"embedded": measure("embedded", [
-            sys.executable, "-m", "gyre_sdk.trainer.engines.embedded", "--model", str(model), "--port", str(port),
-            *options.engine_arg,
-        ], port, options.seconds, {"PYTHONPATH": root})}
+        results = {
+            "embedded": measure(
+                "embedded",
+                [
+                    sys.executable,
+                    "-m",
+                    "gyre_sdk.trainer.engines.embedded",
+                    "--model",
+                    str(model),
+                    "--port",
+                    str(port),
+                    *options.engine_arg,
+                ],
+                port,
+                options.seconds,
+                {"PYTHONPATH": root},
+            )
+        }
         python = options.vllm_python.absolute()  # not resolve(): a venv is found through the link's own place
         if python.exists():
             port = free_port()
             skip = [] if (model / "tokenizer.json").exists() else ["--skip-tokenizer-init"]
-            results["vllm"] = measure("vllm", [
-                str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port),
-                "--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--dtype", "float32", *skip,
-            ], port, options.seconds, {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"})
-            results["ratio"] = {key: round(value / results["vllm"][key], 2)
-                                for key, value in results["embedded"].items()}
+            results["vllm"] = measure(
+                "vllm",
+                [
+                    str(python),
+                    "-m",
+                    "vllm.entrypoints.openai.api_server",
+                    "--model",
+                    str(model),
+                    "--port",
+                    str(port),
+                    "--enable-scale-out",
+                    "--logprobs-mode",
+                    "processed_logprobs",
+                    "--dtype",
+                    "float32",
+                    *skip,
+                ],
+                port,
+                options.seconds,
+                {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"},
+            )
+            results["ratio"] = {
+                key: round(value / results["vllm"][key], 2) for key, value in results["embedded"].items()
+            }
             for key, ratio in results["ratio"].items():
                 print(f"embedded / vllm {key:9s}: {ratio:.2f}")
         else:

@@ -110,8 +110,16 @@ class StepPlan:
 
 
 def slot_attention(
-    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None,
-    dropout: float = 0.0, sliding_window: int | None = None, gyre_plan: StepPlan | None = None, **extra: Any,
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    gyre_plan: StepPlan | None = None,
+    **extra: Any,
 ) -> tuple[Any, None]:
     """Write the new keys and values into the cache and attend; query is [1, H, T, D], key and value [1, K, T, D].
 
@@ -120,8 +128,10 @@ def slot_attention(
     """
     refused = [name for name in ("softcap", "s_aux") if extra.get(name) is not None]
     if gyre_plan is None or refused:
-        raise EngineError(f"attention of {type(module).__name__} needs {refused or 'keyword passing'}, which the "
-                          "embedded engine does not support; serve this model with vLLM")
+        raise EngineError(
+            f"attention of {type(module).__name__} needs {refused or 'keyword passing'}, which the "
+            "embedded engine does not support; serve this model with vLLM"
+        )
     plan = gyre_plan
     keys, values = plan.cache.keys[module.layer_idx], plan.cache.values[module.layer_idx]
     keys.flatten(0, 2).index_copy_(0, plan.write, key[0].flatten(0, 1))

@@ -57,8 +57,16 @@ class Batcher:
     """The model thread."""
 
     def __init__(
-        self, runner: ModelRunner, sampler: Sampler, *, version: str, max_batch: int, step_tokens: int,
-        prefix_cache: bool, deliver: Callable[[Deliveries], None], request_log: RequestLog,
+        self,
+        runner: ModelRunner,
+        sampler: Sampler,
+        *,
+        version: str,
+        max_batch: int,
+        step_tokens: int,
+        prefix_cache: bool,
+        deliver: Callable[[Deliveries], None],
+        request_log: RequestLog,
     ) -> None:
         self._runner = runner
         self._sampler = sampler
@@ -162,7 +170,7 @@ class Batcher:
         def run() -> None:
             try:
                 done.set_result(act())
-            except Exception as err:  # the boundary of the thread: the caller gets it
+            except Exception as err:  # boundary: of the thread; the caller gets it
                 done.set_exception(err)
 
         self._inbox.put(run)
@@ -178,7 +186,7 @@ class Batcher:
             if self._can_step:
                 try:
                     self._step()
-                except Exception as err:
+                except Exception as err:  # boundary: of the model thread; the requests end with an error
                     log.exception("a step failed; every request ends with an error")
                     self._fail([*self._running.values(), *self._waiting], f"{type(err).__name__}: {err}")
                     self._waiting.clear()

@@ -25,8 +25,9 @@ __all__ = ["main"]
 def main(argv: list[str] | None = None) -> int:
     """Run the engine until a signal; return the exit code."""
     options = _parser().parse_args(argv)
-    logging.basicConfig(level=options.log_level.upper(), stream=sys.stderr,
-                        format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
     try:
         asyncio.run(_serve(options))
@@ -49,7 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-batch", type=int, default=64, help="most requests in one step")
     add("--max-model-len", type=int, help="prompt and sampled tokens of a request; default: the model's context length")
     add("--step-tokens", type=int, default=4096, help="most prompt tokens that one step computes")
-    add("--kv-gib", type=float, default=2.0, help="most memory of the KV cache, GiB; on CPU it is taken as it is needed")
+    add(
+        "--kv-gib", type=float, default=2.0, help="most memory of the KV cache, GiB; on CPU it is taken as it is needed"
+    )
     add("--no-prefix-cache", action="store_true", help="compute every prompt from its first token")
     add("--version", default="0", help="label of the weights in --model")
     add("--seed", type=int, help="seed of the engine's generator; default: from the operating system")
@@ -77,8 +80,14 @@ async def _serve(options: argparse.Namespace) -> None:
     sys.setswitchinterval(0.0005)  # the model thread comes back from every torch call through the interpreter lock
     torch.set_num_threads(options.threads)
     listener = _listen(options.host, options.port)
-    runner = ModelRunner(Path(options.model), device=options.device, dtype=options.dtype, max_batch=options.max_batch,
-                         max_model_len=options.max_model_len, kv_gib=options.kv_gib)
+    runner = ModelRunner(
+        Path(options.model),
+        device=options.device,
+        dtype=options.dtype,
+        max_batch=options.max_batch,
+        max_model_len=options.max_model_len,
+        kv_gib=options.kv_gib,
+    )
     loop = asyncio.get_running_loop()
 
     def push_all(deliveries: Deliveries) -> None:
@@ -91,13 +100,22 @@ async def _serve(options: argparse.Namespace) -> None:
 
     request_log = RequestLog(options.request_log)
     batcher = Batcher(
-        runner, Sampler(options.seed, runner.device), version=options.version, max_batch=options.max_batch,
-        step_tokens=options.step_tokens, prefix_cache=not options.no_prefix_cache, deliver=deliver,
+        runner,
+        Sampler(options.seed, runner.device),
+        version=options.version,
+        max_batch=options.max_batch,
+        step_tokens=options.step_tokens,
+        prefix_cache=not options.no_prefix_cache,
+        deliver=deliver,
         request_log=request_log,
     )
-    server = EngineServer(batcher, runner.limits, lambda: WeightSession(runner.model),
-                          model_name=options.served_model_name or options.model,
-                          detokenizer=_detokenizer(Path(options.model)))
+    server = EngineServer(
+        batcher,
+        runner.limits,
+        lambda: WeightSession(runner.model),
+        model_name=options.served_model_name or options.model,
+        detokenizer=_detokenizer(Path(options.model)),
+    )
     web_runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=5.0)
     await web_runner.setup()
     await web.SockSite(web_runner, listener, backlog=1024).start()
@@ -117,7 +135,9 @@ async def _serve(options: argparse.Namespace) -> None:
 def _listen(host: str, port: int) -> socket.socket:
     """Bind before loading, so that a taken port fails in the first second."""
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024)
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
+        )
     except OSError as err:
         raise EngineError(f"cannot listen on {host}:{port}: {err.strerror or err}; pass another --port, or 0") from err
 

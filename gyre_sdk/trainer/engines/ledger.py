@@ -36,8 +36,9 @@ class RequestLog:
         """Write a request that is over."""
         if self._file is None:
             return
-        line = RequestLogLine(sequence.request_id, sequence.prompt_ids, sequence.sampled, sequence.logprobs,
-                              sequence.spans, finish_reason)
+        line = RequestLogLine(
+            sequence.request_id, sequence.prompt_ids, sequence.sampled, sequence.logprobs, sequence.spans, finish_reason
+        )
         self._file.write(encode(line) + b"\n")
         self._file.flush()
 
@@ -67,6 +68,8 @@ def prometheus(tally: Tally, *, running: int, waiting: int, model: str) -> str:
             lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}", f"{name}{{{labels}}} {float(value)}"]
     name = "vllm:request_success_total"
     lines += [f"# HELP {name} Count of successfully processed requests.", f"# TYPE {name} counter"]
-    lines += [f'{name}{{engine="0",finished_reason="{reason}",model_name="{quoted}"}} {float(count)}'
-              for reason, count in tally.finished.items()]
+    lines += [
+        f'{name}{{engine="0",finished_reason="{reason}",model_name="{quoted}"}} {float(count)}'
+        for reason, count in tally.finished.items()
+    ]
     return "\n".join(lines) + "\n"

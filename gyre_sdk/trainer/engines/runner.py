@@ -70,7 +70,9 @@ class ModelRunner:
         config = AutoConfig.from_pretrained(folder).get_text_config()
         _refuse_unsupported(config)
         try:
-            self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype, attn_implementation="sdpa")
+            self.model: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=self._dtype, attn_implementation="sdpa"
+            )
         except (OSError, ValueError, ImportError) as err:
             raise EngineError(f"cannot load a causal LM from {folder}: {err}") from err
         self.model.requires_grad_(False).eval().to(self.device)
@@ -80,11 +82,20 @@ class ModelRunner:
         per_slot = 2 * config.num_hidden_layers * heads * head_dim * self._dtype.itemsize * (length + 8)
         slots = min(2 * max_batch, int(kv_gib * 2**30 // per_slot))
         if slots < 1:
-            raise EngineError(f"one sequence of {length} tokens needs {per_slot / 2**30:.2f} GiB of KV cache, --kv-gib "
-                              f"is {kv_gib}; raise it or pass a smaller --max-model-len")
+            raise EngineError(
+                f"one sequence of {length} tokens needs {per_slot / 2**30:.2f} GiB of KV cache, --kv-gib "
+                f"is {kv_gib}; raise it or pass a smaller --max-model-len"
+            )
         self.limits = ModelLimits(config.vocab_size, length, slots, _eos_ids(folder, config))
-        self.cache = SlotCache(layers=config.num_hidden_layers, slots=slots, positions=length, heads=heads,
-                               head_dim=head_dim, dtype=self._dtype, device=self.device)
+        self.cache = SlotCache(
+            layers=config.num_hidden_layers,
+            slots=slots,
+            positions=length,
+            heads=heads,
+            head_dim=head_dim,
+            dtype=self._dtype,
+            device=self.device,
+        )
         self._self_check()
 
     def forward(self, chunks: Seq[Chunk]) -> torch.Tensor:
@@ -104,8 +115,11 @@ class ModelRunner:
         plan = self._plan(sizes, starts, slots, ends, write.reshape(-1))
         with torch.inference_mode():
             out = self.model(
-                input_ids=self._tensor(ids_T)[None], position_ids=self._tensor(positions_T)[None], use_cache=False,
-                logits_to_keep=self._tensor(ends[samples] - 1), gyre_plan=plan,
+                input_ids=self._tensor(ids_T)[None],
+                position_ids=self._tensor(positions_T)[None],
+                use_cache=False,
+                logits_to_keep=self._tensor(ends[samples] - 1),
+                gyre_plan=plan,
             )
             logits_BV: torch.Tensor = out.logits[0]
             return logits_BV
@@ -124,12 +138,17 @@ class ModelRunner:
         gather_R[slots[:decodes]] = np.arange(decodes)
         lengths = starts + sizes
         return StepPlan(
-            cache=self.cache, write=self._tensor(write), decodes=decodes,
+            cache=self.cache,
+            write=self._tensor(write),
+            decodes=decodes,
             gather=None if dense else self._tensor(gather_R),
             scatter=None if dense else self._tensor(slots[:decodes]),
-            lengths=self._tensor(lengths_R), longest=int(lengths_R.max()) if rows else 0,
-            prefills=[(int(ends[i] - sizes[i]), int(ends[i]), int(slots[i]), int(lengths[i]))
-                      for i in range(decodes, len(sizes))],
+            lengths=self._tensor(lengths_R),
+            longest=int(lengths_R.max()) if rows else 0,
+            prefills=[
+                (int(ends[i] - sizes[i]), int(ends[i]), int(slots[i]), int(lengths[i]))
+                for i in range(decodes, len(sizes))
+            ],
         )
 
     def _tensor(self, array: Any) -> torch.Tensor:
@@ -141,19 +160,25 @@ class ModelRunner:
         slots = min(2, self.limits.slots)
         rows = [[(7 * i + 3 + row) % self.limits.vocab for i in range(length - row)] for row in range(slots)]
         with torch.inference_mode():
-            plain = [self.model(input_ids=torch.tensor([row], device=self.device), use_cache=False).logits[0, -1]
-                     for row in rows]
+            plain = [
+                self.model(input_ids=torch.tensor([row], device=self.device), use_cache=False).logits[0, -1]
+                for row in rows
+            ]
         self.model.set_attn_implementation(ATTENTION)
         try:
             self.forward([Chunk(i, 0, row[:-1], False) for i, row in enumerate(rows)])
             packed = self.forward([Chunk(i, len(row) - 1, row[-1:], True) for i, row in enumerate(rows)])
         except (TypeError, RuntimeError, AttributeError, IndexError) as err:
-            raise EngineError(f"{type(self.model).__name__} cannot run in packed steps ({err}); serve it with vLLM") from err
+            raise EngineError(
+                f"{type(self.model).__name__} cannot run in packed steps ({err}); serve it with vLLM"
+            ) from err
         expected = torch.stack(plain).float().log_softmax(-1)
         error = (packed.float().log_softmax(-1) - expected).abs().max().item()
         if not error < (1e-3 if self._dtype == torch.float32 else 0.2):
-            raise EngineError(f"{type(self.model).__name__}: log-probs of packed steps differ from the plain forward pass by "
-                              f"{error:.2g}; the embedded engine cannot serve this architecture exactly, use vLLM")
+            raise EngineError(
+                f"{type(self.model).__name__}: log-probs of packed steps differ from the plain forward pass by "
+                f"{error:.2g}; the embedded engine cannot serve this architecture exactly, use vLLM"
+            )
         self.cache.wipe(list(range(slots)))
         log.info("self-check: packed steps differ from the plain forward pass by %.1e", error)
 

@@ -126,9 +126,7 @@ class Sampler:
         tail_BV = sorted_BV.softmax(-1).cumsum(-1)
         drop_BV = tail_BV <= 1.0 - torch.tensor(top_p, device=self._device)[:, None]
         drop_BV[:, -1] = False
-        return torch.empty_like(logits_BV).scatter_(
-            1, order_BV.indices, sorted_BV.masked_fill(drop_BV, float("-inf"))
-        )
+        return torch.empty_like(logits_BV).scatter_(1, order_BV.indices, sorted_BV.masked_fill(drop_BV, float("-inf")))
 
     def _pick(self, logp_BV: torch.Tensor, rows: list[Sequence]) -> torch.Tensor:
         """Draw by inverting the cumulative distribution in float64: one uniform number per row."""

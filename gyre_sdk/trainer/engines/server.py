@@ -73,7 +73,12 @@ class EngineServer:
     """Routes and request handling; the batcher does the work."""
 
     def __init__(
-        self, batcher: Batcher, limits: ModelLimits, session: Callable[[], WeightSession], *, model_name: str,
+        self,
+        batcher: Batcher,
+        limits: ModelLimits,
+        session: Callable[[], WeightSession],
+        *,
+        model_name: str,
         detokenizer: Callable[[bool], Callable[[int], str | None]] | None,
     ) -> None:
         """`session` opens a weight update; `detokenizer(skip_special)` makes an incremental decoder, None without one."""
@@ -88,25 +93,27 @@ class EngineServer:
     def app(self) -> web.Application:
         """Build the aiohttp application."""
         app = web.Application(client_max_size=_MAX_BODY, middlewares=[_errors])
-        app.add_routes([
-            web.post("/inference/v1/generate", self._generate),
-            web.post("/inference/v1/abort_requests", self._abort_by_ids),
-            web.post("/abort_requests", self._abort_some_or_all),
-            web.post("/pause", self._pause),
-            web.post("/resume", self._resume),
-            web.get("/is_paused", self._is_paused),
-            web.post("/init_weight_transfer_engine", self._init_weights),
-            web.post("/start_weight_update", self._start_update),
-            web.post("/update_weights", self._update),
-            web.post("/finish_weight_update", self._finish_update),
-            web.post("/update_weight_version", self._rename),
-            web.get("/weight_info", self._weight_info),
-            web.get("/health", self._health),
-            web.get("/load", self._load),
-            web.get("/metrics", self._metrics),
-            web.get("/version", self._version),
-            web.get("/v1/models", self._models),
-        ])
+        app.add_routes(
+            [
+                web.post("/inference/v1/generate", self._generate),
+                web.post("/inference/v1/abort_requests", self._abort_by_ids),
+                web.post("/abort_requests", self._abort_some_or_all),
+                web.post("/pause", self._pause),
+                web.post("/resume", self._resume),
+                web.get("/is_paused", self._is_paused),
+                web.post("/init_weight_transfer_engine", self._init_weights),
+                web.post("/start_weight_update", self._start_update),
+                web.post("/update_weights", self._update),
+                web.post("/finish_weight_update", self._finish_update),
+                web.post("/update_weight_version", self._rename),
+                web.get("/weight_info", self._weight_info),
+                web.get("/health", self._health),
+                web.get("/load", self._load),
+                web.get("/metrics", self._metrics),
+                web.get("/version", self._version),
+                web.get("/v1/models", self._models),
+            ]
+        )
         return app
 
     # -- generation ----------------------------------------------------------------------------------------------
@@ -114,10 +121,18 @@ class EngineServer:
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         request = decode_request(await http.read())
         if request.model not in (None, self._model_name):
-            raise ProtocolError(f"The model `{request.model}` does not exist. This engine serves `{self._model_name}`.",
-                                status=404, code="NotFoundError", param="model")
-        check_request(request, vocab=self._limits.vocab, max_model_len=self._limits.max_model_len,
-                      has_tokenizer=self._detokenizer is not None)
+            raise ProtocolError(
+                f"The model `{request.model}` does not exist. This engine serves `{self._model_name}`.",
+                status=404,
+                code="NotFoundError",
+                param="model",
+            )
+        check_request(
+            request,
+            vocab=self._limits.vocab,
+            max_model_len=self._limits.max_model_len,
+            has_tokenizer=self._detokenizer is not None,
+        )
         if not self._batcher.alive:
             raise ProtocolError("the model thread has ended; restart the engine", status=503, code="EngineDeadError")
         outbox = Outbox(every=bool(request.stream))
@@ -142,9 +157,14 @@ class EngineServer:
         if params.stop_strings and self._detokenizer is not None:
             decode = self._detokenizer(params.skip_special_tokens)
         return Sequence(
-            request_id=REQUEST_ID_PREFIX + own_id, prompt_ids=request.token_ids, params=params,
-            cache_salt=request.cache_salt, max_new=min(room, params.max_tokens or room), push=outbox.push,
-            eos_ids=frozenset() if params.ignore_eos or eos is None else frozenset((eos,)), decode=decode,
+            request_id=REQUEST_ID_PREFIX + own_id,
+            prompt_ids=request.token_ids,
+            params=params,
+            cache_salt=request.cache_salt,
+            max_new=min(room, params.max_tokens or room),
+            push=outbox.push,
+            eos_ids=frozenset() if params.ignore_eos or eos is None else frozenset((eos,)),
+            decode=decode,
         )
 
     async def _stream(
@@ -181,10 +201,19 @@ class EngineServer:
             return web.Response(status=500, body=_internal_error(delta.error), content_type="application/json")
         prompt, count = len(sequence.prompt_ids), len(delta.token_ids)
         body = GenerateResponse(
-            request_id=sequence.request_id, model=self._model_name, created=int(time.time()),
-            usage=FullUsage(prompt, prompt + count, count), prompt_logprobs=None, prompt_token_id_logprobs=None,
-            prompt_token_ids=request.token_ids if request.return_token_ids else None, mm_placeholders=None, metrics=None,
-            kv_transfer_params=None, ec_transfer_params=None, output_mode="tokens", choices=[_choice(sequence, delta)],
+            request_id=sequence.request_id,
+            model=self._model_name,
+            created=int(time.time()),
+            usage=FullUsage(prompt, prompt + count, count),
+            prompt_logprobs=None,
+            prompt_token_id_logprobs=None,
+            prompt_token_ids=request.token_ids if request.return_token_ids else None,
+            mm_placeholders=None,
+            metrics=None,
+            kv_transfer_params=None,
+            ec_transfer_params=None,
+            output_mode="tokens",
+            choices=[_choice(sequence, delta)],
         )
         return web.Response(body=encode(body), content_type="application/json")
 
@@ -204,8 +233,9 @@ class EngineServer:
     async def _pause(self, http: web.Request) -> web.Response:
         text = http.query.get("mode", PauseMode.ABORT)
         if text not in list(PauseMode):
-            raise ProtocolError(f"mode should be 'abort', 'wait' or 'keep', got {text!r}", code="Bad Request",
-                                param="query.mode")
+            raise ProtocolError(
+                f"mode should be 'abort', 'wait' or 'keep', got {text!r}", code="Bad Request", param="query.mode"
+            )
         await asyncio.wrap_future(self._batcher.pause(PauseMode(text)))
         return web.json_response({"status": "paused"})
 
@@ -225,8 +255,10 @@ class EngineServer:
     async def _start_update(self, _: web.Request) -> web.Response:
         async with self._update_lock:
             if self._session is not None:
-                raise PublishError("start_weight_update called while a weight update is already active. Call "
-                                   "finish_weight_update first.")
+                raise PublishError(
+                    "start_weight_update called while a weight update is already active. Call "
+                    "finish_weight_update first."
+                )
             self._session = self._open_session()
         return web.json_response({"message": "Weight update started"})
 
@@ -234,10 +266,14 @@ class EngineServer:
         info = (await _json(http)).get("update_info")
         path = info.get("path") if isinstance(info, dict) else None
         if not isinstance(path, str) or not path:
-            raise ProtocolError('update_info must be {"path": "FILE.safetensors"}', code="Bad Request",
-                                param="body.update_info")
+            raise ProtocolError(
+                'update_info must be {"path": "FILE.safetensors"}', code="Bad Request", param="body.update_info"
+            )
         async with self._update_lock:
-            session, self._session = self._need_session("update_weights"), None  # a bad file ends the update, as in vLLM
+            session, self._session = (
+                self._need_session("update_weights"),
+                None,
+            )  # a bad file ends the update, as in vLLM
             await asyncio.to_thread(session.add, Path(path))
             self._session = session
         return web.json_response({"message": "Weights updated"})
@@ -281,17 +317,27 @@ class EngineServer:
         return web.json_response({"version": "gyre-embedded"})
 
     async def _models(self, _: web.Request) -> web.Response:
-        model: dict[str, Any] = {"id": self._model_name, "object": "model", "created": int(time.time()),
-                                 "owned_by": "gyre", "root": self._model_name, "parent": None,
-                                 "max_model_len": self._limits.max_model_len}
+        model: dict[str, Any] = {
+            "id": self._model_name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "gyre",
+            "root": self._model_name,
+            "parent": None,
+            "max_model_len": self._limits.max_model_len,
+        }
         return web.json_response({"object": "list", "data": [model]})
 
 
 def _choice(sequence: Sequence, delta: Delta) -> Choice:
     wanted = sequence.params.logprobs is not None
     return Choice(
-        index=0, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason, token_ids=list(delta.token_ids),
-        routed_experts=None, sampling_mask=None,
+        index=0,
+        finish_reason=delta.finish_reason,
+        stop_reason=delta.stop_reason,
+        token_ids=list(delta.token_ids),
+        routed_experts=None,
+        sampling_mask=None,
         weight_versions=None if delta.finish_reason is None else sequence.spans,
         logprobs=LogProbs(list(delta.logprobs)) if wanted else None,
     )
@@ -325,7 +371,9 @@ def _label(body: dict[str, Any], name: str) -> str:
     """Return a version label. vLLM lets `weight_version` be absent; here every published set needs one."""
     label = body.get(name)
     if not isinstance(label, str) or not label:
-        raise ProtocolError(f"{name} must be a non-empty string, got {label!r}", code="Bad Request", param=f"body.{name}")
+        raise ProtocolError(
+            f"{name} must be a non-empty string, got {label!r}", code="Bad Request", param=f"body.{name}"
+        )
     return label
 
 
@@ -335,19 +383,20 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except ProtocolError as err:
-        body = error_body(str(err), kind=err.code, code=err.status, param=err.param)
-        return web.Response(status=err.status, body=body, content_type="application/json")
+        return _refusal(err.status, error_body(str(err), kind=err.code, code=err.status, param=err.param))
     except PublishError as err:
-        body = error_body(str(err), kind="BadRequestError", code=400)
-        return web.Response(status=400, body=body, content_type="application/json")
+        return _refusal(400, error_body(str(err), kind="BadRequestError", code=400))
     except web.HTTPRequestEntityTooLarge:
-        body = error_body(f"the request body is larger than {_MAX_BODY} bytes", kind="BadRequestError", code=413)
-        return web.Response(status=413, body=body, content_type="application/json")
+        message = f"the request body is larger than {_MAX_BODY} bytes"
+        return _refusal(413, error_body(message, kind="BadRequestError", code=413))
     except web.HTTPException as err:
         return web.json_response({"detail": err.reason}, status=err.status)
     except (ConnectionError, asyncio.CancelledError):
         raise
-    except Exception as err:
+    except Exception as err:  # boundary: of a request; logged and answered
         log.exception("%s %s failed", request.method, request.path)
-        return web.Response(status=500, body=_internal_error(f"{type(err).__name__}: {err}"),
-                            content_type="application/json")
+        return _refusal(500, _internal_error(f"{type(err).__name__}: {err}"))
+
+
+def _refusal(status: int, body: bytes) -> web.Response:
+    return web.Response(status=status, body=body, content_type="application/json")

@@ -68,8 +68,9 @@ class WeightSession:
             if owner not in self._expected:
                 raise PublishError(f"{path}: tensor {name!r} is not in the model")
             if tuple(tensor.shape) != self._expected[owner]:
-                raise PublishError(f"{path}: tensor {name!r} has shape {tuple(tensor.shape)}, the model has "
-                                   f"{self._expected[owner]}")
+                raise PublishError(
+                    f"{path}: tensor {name!r} has shape {tuple(tensor.shape)}, the model has {self._expected[owner]}"
+                )
             if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
                 raise PublishError(f"{path}: tensor {name!r} ({tensor.dtype}) has values that are not finite floats")
             if name in self._weights or name in self._aliases:
@@ -90,6 +91,8 @@ class WeightSession:
                 raise PublishError(f"tensor {name!r} differs from {owner!r}, to which the model ties it")
         missing = sorted(self._expected.keys() - self._weights.keys())
         if missing:
-            raise PublishError(f"the weight update is incomplete: {len(missing)} of {len(self._expected)} tensors are "
-                               f"missing, first {missing[0]!r}; send every tensor before finish_weight_update")
+            raise PublishError(
+                f"the weight update is incomplete: {len(missing)} of {len(self._expected)} tensors are "
+                f"missing, first {missing[0]!r}; send every tensor before finish_weight_update"
+            )
         return self._weights

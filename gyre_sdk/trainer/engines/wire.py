@@ -14,9 +14,23 @@ import msgspec
 from gyre_sdk.errors import ProtocolError
 
 __all__ = [
-    "REQUEST_ID_PREFIX", "Choice", "GenerateChunk", "GenerateRequest", "GenerateResponse", "LogProb", "LogProbContent",
-    "LogProbs", "RequestLogLine", "SamplingParams", "StreamOptions", "Usage", "VersionSpan", "check_request",
-    "decode_request", "encode", "error_body",
+    "REQUEST_ID_PREFIX",
+    "Choice",
+    "GenerateChunk",
+    "GenerateRequest",
+    "GenerateResponse",
+    "LogProb",
+    "LogProbContent",
+    "LogProbs",
+    "RequestLogLine",
+    "SamplingParams",
+    "StreamOptions",
+    "Usage",
+    "VersionSpan",
+    "check_request",
+    "decode_request",
+    "encode",
+    "error_body",
 ]
 
 REQUEST_ID_PREFIX = "generate-tokens-"
@@ -259,19 +273,25 @@ def check_request(request: GenerateRequest, *, vocab: int, max_model_len: int, h
     if (top := max(ids)) >= vocab:
         raise _bad(f"Token id {top} is out of vocabulary (size {vocab})", None)
     if len(ids) > max_model_len:
-        raise _bad(f"The decoder prompt (length {len(ids)}) is longer than the maximum model length of "
-                   f"{max_model_len}.", None)
+        raise _bad(
+            f"The decoder prompt (length {len(ids)}) is longer than the maximum model length of {max_model_len}.", None
+        )
     if len(ids) == max_model_len:
-        raise _bad(f"The decoder prompt (length {len(ids)}) plus the number of requested output tokens (at least 1) "
-                   f"is longer than the maximum model length of {max_model_len}.", None)
+        raise _bad(
+            f"The decoder prompt (length {len(ids)}) plus the number of requested output tokens (at least 1) "
+            f"is longer than the maximum model length of {max_model_len}.",
+            None,
+        )
     if request.cache_salt is not None and not 1 <= len(request.cache_salt) <= 1024:
         raise _bad("Parameter 'cache_salt' must be a string of 1 to 1024 characters if provided.", "cache_salt")
     if request.output_mode != "tokens":
-        raise _bad(f"output_mode={request.output_mode!r} is not supported by the embedded engine; use 'tokens'",
-                   "output_mode")
+        raise _bad(
+            f"output_mode={request.output_mode!r} is not supported by the embedded engine; use 'tokens'", "output_mode"
+        )
     if request.priority:
-        raise _bad(f"priority must be 0, got {request.priority}: the embedded engine serves in order of arrival",
-                   "priority")
+        raise _bad(
+            f"priority must be 0, got {request.priority}: the embedded engine serves in order of arrival", "priority"
+        )
     for name in ("features", "content_parts", "kv_transfer_params", "ec_transfer_params"):
         if getattr(request, name):
             raise _bad(f"{name} is not supported by the embedded engine", name)
@@ -279,8 +299,16 @@ def check_request(request: GenerateRequest, *, vocab: int, max_model_len: int, h
 
 
 _UNSUPPORTED = (
-    "structured_outputs", "allowed_token_ids", "bad_words", "thinking_token_budget", "repetition_detection",
-    "trace_decode_token_ids", "logprob_token_ids", "prompt_logprobs", "prompt_logprob_token_ids", "watermarking",
+    "structured_outputs",
+    "allowed_token_ids",
+    "bad_words",
+    "thinking_token_budget",
+    "repetition_detection",
+    "trace_decode_token_ids",
+    "logprob_token_ids",
+    "prompt_logprobs",
+    "prompt_logprob_token_ids",
+    "watermarking",
 )
 
 
@@ -298,8 +326,13 @@ def _check_sampling(p: SamplingParams, *, vocab: int, has_tokenizer: bool) -> No
         ("presence_penalty", p.presence_penalty, -2.0, 2.0, "in [-2, 2]"),
         ("frequency_penalty", p.frequency_penalty, -2.0, 2.0, "in [-2, 2]"),
         ("max_tokens", p.max_tokens, 1, inf, "at least 1"),
-        ("min_tokens", p.min_tokens, 0, inf if p.max_tokens is None else p.max_tokens,
-         "at least 0 and at most max_tokens"),
+        (
+            "min_tokens",
+            p.min_tokens,
+            0,
+            inf if p.max_tokens is None else p.max_tokens,
+            "at least 0 and at most max_tokens",
+        ),
         ("logprobs", p.logprobs, 0, MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
         ("seed", p.seed, -1, 2**63 - 1, "-1 (none) or a non-negative 63-bit integer"),
     )
@@ -309,15 +342,18 @@ def _check_sampling(p: SamplingParams, *, vocab: int, has_tokenizer: bool) -> No
     if not 0.0 < p.top_p <= 1.0:
         raise _bad(f"top_p must be in (0, 1], got {p.top_p}. (parameter=top_p, value={p.top_p})", "top_p")
     if not (math.isfinite(p.repetition_penalty) and p.repetition_penalty > 0):
-        raise _bad(f"repetition_penalty must be a finite number greater than zero, got {p.repetition_penalty}.",
-                   "repetition_penalty")
+        raise _bad(
+            f"repetition_penalty must be a finite number greater than zero, got {p.repetition_penalty}.",
+            "repetition_penalty",
+        )
     for token in p.stop_token_ids or ():
         if not 0 <= token < vocab:
             raise _bad(f"stop_token_ids contains {token}, which is out of vocabulary (size {vocab})", "stop_token_ids")
     for token, bias in (p.logit_bias or {}).items():
         if not 0 <= token < vocab or not math.isfinite(bias):
-            raise _bad(f"logit_bias has {token}: {bias}; keys must be token ids below {vocab}, values finite",
-                       "logit_bias")
+            raise _bad(
+                f"logit_bias has {token}: {bias}; keys must be token ids below {vocab}, values finite", "logit_bias"
+            )
     if any(not s for s in p.stop_strings):
         raise _bad("stop cannot contain an empty string.", "stop")
     if p.stop_strings and not has_tokenizer:
