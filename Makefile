@@ -59,7 +59,7 @@ bench: setup vllm
 	$(BIN)/python benchmarks/tree.py
 	$(BIN)/python benchmarks/engine.py --vllm-python $(VLLM_PYTHON)
 	$(BIN)/python benchmarks/proxy.py
-	$(BIN)/python benchmarks/workspaces.py
+	$(BIN)/python benchmarks/workspace.py
 
 clean:
 	rm -rf .venv .venv-vllm .cache .gyre

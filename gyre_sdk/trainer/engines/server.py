@@ -34,6 +34,7 @@ from gyre_sdk.trainer.engines.wire import (
     decode_request,
     encode,
     error_body,
+    strings,
 )
 
 __all__ = ["EngineServer"]
@@ -221,13 +222,13 @@ class EngineServer:
         ids = (await _json(http)).get("request_ids")
         if ids is None:
             raise ProtocolError("Missing 'request_ids' in request body", code="Bad Request")
-        self._batcher.abort(_strings(ids))
+        self._batcher.abort(strings(ids))
         return web.Response()
 
     async def _abort_some_or_all(self, http: web.Request) -> web.Response:
         ids = (await _json(http)).get("request_ids") or None
         count = len(ids) if ids else sum(self._batcher.counts)
-        await asyncio.wrap_future(self._batcher.abort(_strings(ids) if ids else None))
+        await asyncio.wrap_future(self._batcher.abort(strings(ids) if ids else None))
         return web.json_response({"status": "aborted", "aborted": count})
 
     async def _pause(self, http: web.Request) -> web.Response:
@@ -359,12 +360,6 @@ async def _json(http: web.Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ProtocolError("Request body must be a JSON object", code="Bad Request")
     return body
-
-
-def _strings(ids: Any) -> list[str]:
-    if not isinstance(ids, list) or not all(isinstance(item, str) for item in ids):
-        raise ProtocolError("request_ids must be a list of strings", code="Bad Request", param="body.request_ids")
-    return ids
 
 
 def _label(body: dict[str, Any], name: str) -> str:

@@ -362,3 +362,10 @@ def _check_sampling(p: SamplingParams, *, vocab: int, has_tokenizer: bool) -> No
 
 def _bad(message: str, param: str | None) -> ProtocolError:
     return ProtocolError(message, code="BadRequestError", param=param)
+
+
+def strings(ids: Any) -> list[str]:
+    """Return `request_ids` of an abort request; ProtocolError when it is not a list of strings."""
+    if not isinstance(ids, list) or not all(isinstance(item, str) for item in ids):
+        raise ProtocolError("request_ids must be a list of strings", code="Bad Request", param="body.request_ids")
+    return ids

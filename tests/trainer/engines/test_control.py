@@ -262,7 +262,9 @@ def test_an_error_in_the_model_thread_reaches_the_client(slow_engine, tmp_path):
     """Weights whose logits overflow: the request ends with an error, the engine goes on."""
     folder = json.loads(slow_engine.get("/v1/models"))["data"][0]["id"]
     good = load_file(f"{folder}/model.safetensors")
-    save_file({**good, "model.norm.weight": torch.full_like(good["model.norm.weight"], 3e38)}, tmp_path / "w.safetensors")
+    save_file(
+        {**good, "model.norm.weight": torch.full_like(good["model.norm.weight"], 3e38)}, tmp_path / "w.safetensors"
+    )
     slow_engine.load_weights(tmp_path / "w.safetensors", "inf")
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 3}}
     status, answer = slow_engine.call("/inference/v1/generate", body)
