@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from gyre_sdk.trainer.rollouts import Workers
 from gyre_sdk.trainer.stack import Stack
 
 _LOOK = 1.0
+_ATTEMPTS = 2
+"""Runs of a task at most; so a run that cannot be scored is not repeated later, with other weights."""
 
 
 class Evaluation(msgspec.Struct, frozen=True):
@@ -66,14 +69,13 @@ def evaluate(
     if name == "train":
         raise TrainerError("an evaluation cannot be named 'train': its runs would be taken for training data")
     options = {} if temperature is None else {"temperature": temperature}
-    done = ended(stack.journal, name)
-    missing = [task for task in tasks if not scored(done.get(task.name))]
+    missing = unmeasured(stack.journal, name, tasks)
     stack.observer(PhaseStarted(time.time(), name, len(missing)))
-    for _ in range(2):
+    for _ in range(_ATTEMPTS):
         if missing:
             _run_all(stack, missing, name, options)
-            done = ended(stack.journal, name)
-            missing = [task for task in missing if not scored(done.get(task.name))]
+            missing = unmeasured(stack.journal, name, tasks)
+    done = ended(stack.journal, name)
     runs = [done[task.name] for task in tasks if task.name in done]
     if not runs:
         raise TrainerError(f"evaluation {name!r} has no ended run; see {config.output.dir / 'logs'}")
@@ -98,6 +100,17 @@ def ended(journal: Journal, name: str) -> dict[str, RunRecord]:
         if scored(run) or not scored(found.get(run.task)):
             found[run.task] = run
     return found
+
+
+def unmeasured(journal: Journal, name: str, tasks: Sequence[Task]) -> list[Task]:
+    """Return the tasks that an evaluation still has to run: without a scored run, and with fewer than `_ATTEMPTS` runs."""
+    done = ended(journal, name)
+    attempts = Counter(
+        run.task
+        for run in journal.runs()
+        if run.metadata.get("split") == name and run.status not in (RunStatus.RUNNING, RunStatus.CANCELLED)
+    )
+    return [task for task in tasks if not scored(done.get(task.name)) and attempts[task.name] < _ATTEMPTS]
 
 
 def scored(run: RunRecord | None) -> bool:

@@ -228,6 +228,18 @@ def test_an_agent_that_never_gets_a_score_ends_training_with_its_error(config: P
         train(settings, base=tmp_path)
 
 
+def test_an_unscored_evaluation_run_is_repeated_once_and_never_later(config: Path, tmp_path: Path) -> None:
+    settings = load_config(config, ["agent.function=loop_agent:unscorable", "tasks.options.count=3"])
+    with Stack(settings, base=tmp_path) as stack:
+        first = evaluate(settings, stack.tasks, name="held-out", stack=stack)
+        assert (first.runs, first.scored, first.success) == (3, 0, 0.0)
+        assert len(stack.journal.runs()) == 6
+        assert evaluate(settings, stack.tasks, name="held-out", stack=stack) == first
+        assert len(stack.journal.runs()) == 6
+        with pytest.raises(TrainerError, match="cannot be named 'train'"):
+            evaluate(settings, stack.tasks, name="train", stack=stack)
+
+
 def test_greedy_calls_are_not_trained_and_counted(config: Path, tmp_path: Path) -> None:
     settings = load_config(config, ["agent.options.temperature=0.5", "train.steps=1"])
     report = train(settings, base=tmp_path)

@@ -34,6 +34,9 @@ def agent(agent, max_tokens=12, temperature=1.0):
 def broken(agent):
     raise RuntimeError("this agent cannot do anything")
 
+def unscorable(agent):
+    pass  # its task has nothing that could score it
+
 def flat(agent):
     agent.openai().chat.completions.create(
         model="policy", messages=[{"role": "user", "content": "x"}], max_tokens=4)
