@@ -74,7 +74,7 @@ def train(folder: Path, settings: WarmStart, progress: Callable[[str], None] = l
     from policy import as_transformers, make_model, make_renderer, make_tokenizer, save_policy
     from tasks import Split, generate
     from traces import in_batches, make_rows
-    from transformers import TrainerCallback
+    from transformers import PrinterCallback, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
     started = time.monotonic()
@@ -134,6 +134,7 @@ def train(folder: Path, settings: WarmStart, progress: Callable[[str], None] = l
             processing_class=as_transformers(tokenizer),
             callbacks=[Report()],
         )
+        trainer.remove_callback(PrinterCallback)  # `Report` says the same in words
         trainer.train()
         save_policy(folder, trainer.model, tokenizer)
 
