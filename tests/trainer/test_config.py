@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gyre_sdk.errors import SettingsError
-from gyre_sdk.trainer.config import load_config
+from gyre_sdk.trainer.config import TrainerConfig, load_config
 
 MINIMAL = """
 [policy]
@@ -74,3 +75,12 @@ def test_vllm_serves_but_is_not_published_to(tmp_path: Path) -> None:
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"policy\.model = .*nomodel.*config\.json is missing"):
         load_config(write(tmp_path), ["policy.model=nomodel"])
+
+
+def test_the_guide_names_every_key() -> None:
+    """A key that is not in the guide is a key nobody finds."""
+    guide = (Path(__file__).parent.parent.parent / "docs" / "guide.md").read_text()
+    for section in msgspec.structs.fields(TrainerConfig):
+        assert f"### [{section.name}]" in guide
+        for key in msgspec.structs.fields(section.type):
+            assert f"| `{key.name}` |" in guide, f"{section.name}.{key.name}"
