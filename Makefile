@@ -1,7 +1,7 @@
 # gyre: `make demo` trains an agent end to end, `make test` passes the suite. Both set up what they need.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := -q --disable-pip-version-check
+PIP := -qq --disable-pip-version-check
 SYSTEM_PACKAGES := docker.io busybox-static bubblewrap
 VLLM_PYTHON := .venv-vllm/bin/python
 
