@@ -103,7 +103,7 @@ def test_nothing_is_left_running(finished_demo: tuple[Demo, dict[str, Any]], doc
     with Journal(demo.store, "r") as journal:
         assert not journal.runs(status=RunStatus.RUNNING)
         assert {lane.run for lane in journal.lanes()} == {run.run for run in journal.runs()}
-    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(["ps", "-eww", "-o", "args"], capture_output=True, text=True, check=True).stdout
     assert str(demo.folder) not in listed
 
 
@@ -147,7 +147,7 @@ def _kill(process: subprocess.Popen[str], victim: str) -> None:
 
 
 def _processes(parent: int) -> list[tuple[int, str]]:
-    listed = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(["ps", "-eww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
     rows = [(int(pid), int(above), args) for pid, above, args in (line.split(None, 2) for line in listed.splitlines())]
     family = {parent}
     while grown := {pid for pid, above, _ in rows if above in family} - family:
@@ -156,7 +156,7 @@ def _processes(parent: int) -> list[tuple[int, str]]:
 
 
 def _children_of(folder: Path) -> list[str]:
-    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(["ps", "-eww", "-o", "args"], capture_output=True, text=True, check=True).stdout
     return [line for line in listed.splitlines() if str(folder) in line]
 
 
