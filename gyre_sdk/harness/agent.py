@@ -225,6 +225,9 @@ class _Tools:
     def write(self, path: str, data: bytes | str, *, mode: int = 0o644) -> None:
         self._context.workspace.write(path, data, mode=mode)
 
+    def write_many(self, files: Mapping[str, bytes], folder: str) -> None:
+        self._context.workspace.write_many(files, folder)
+
     def upload(self, local: Path, path: str) -> None:
         self._context.workspace.upload(local, path)
 

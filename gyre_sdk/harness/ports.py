@@ -55,6 +55,10 @@ class Workspace(Protocol):
         """Create or replace a file, and the folders above it."""
         ...
 
+    def write_many(self, files: Mapping[str, bytes], folder: str) -> None:
+        """Write files (path below `folder` -> content) at once; content that starts with `#!` is executable."""
+        ...
+
     def upload(self, local: Path, path: str) -> None:
         """Copy a local file or folder (its contents) to `path`."""
         ...

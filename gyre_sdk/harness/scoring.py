@@ -60,12 +60,7 @@ def score(task: Task, workspace: Workspace) -> Score:
         raise ScoringError(
             f"task {task.name!r}: /logs/verifier and /tests could not be made clean: {_tail(prepared)}; the run is unscored"
         )
-    write_many = getattr(workspace, "write_many", None)
-    if write_many is not None:
-        write_many(files, "/tests")
-    else:
-        for path, content in files.items():
-            workspace.write(f"/tests/{path}", content, mode=0o755 if content.startswith(b"#!") else 0o644)
+    workspace.write_many(files, "/tests")
     command = (
         task.test_command or "if command -v bash >/dev/null; then exec bash /tests/test.sh; fi; exec sh /tests/test.sh"
     )

@@ -95,6 +95,9 @@ def _create_tables(connection: sqlite3.Connection) -> None:
 
 def _check_format(connection: sqlite3.Connection, path: Path) -> None:
     application = connection.execute("PRAGMA application_id").fetchone()[0]
+    if application == 0 and connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] == 0:
+        connection.close()
+        raise JournalError(f"store {path} is empty: nothing has been recorded yet; try again in a moment")
     if application != APPLICATION_ID:
         connection.close()
         raise JournalError(f"{path} is an SQLite file but not a gyre store (application_id {application:#x})")

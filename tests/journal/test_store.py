@@ -190,6 +190,9 @@ def test_entries_replay_in_order(tmp_path: Path) -> None:
 def test_foreign_and_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match="does not exist"):
         Journal(tmp_path / "none.db", "r")
+    (tmp_path / "empty.db").touch()
+    with pytest.raises(JournalError, match="is empty"):
+        Journal(tmp_path / "empty.db", "r")
     sqlite3.connect(tmp_path / "other.db").execute("CREATE TABLE t (x)")
     with pytest.raises(JournalError, match="not a gyre store"):
         Journal(tmp_path / "other.db")
