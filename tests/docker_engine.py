@@ -26,7 +26,8 @@ def docker_url() -> Iterator[str]:
         return
     missing = engine.can_start_private_engine()
     if missing is not None:
-        pytest.skip(f"no Docker engine answers at {given} and none can be started: {missing}")
+        without = pytest.fail if os.environ.get("CI") else pytest.skip  # in CI nothing is skipped for want of Docker
+        without(f"no Docker engine answers at {given} and none can be started: {missing}")
     folder = tempfile.mkdtemp(prefix="gyre-dockerd-")
     private = engine.start_private_engine(folder)
     before = os.environ.get("DOCKER_HOST")
