@@ -111,6 +111,7 @@ class Session:
         self._clock = clock or SystemClock()
         self._cleanup = ExitStack()
         self._opened: OpenedRun | None = None
+        self._context: RunContext | None = None
         self._agent: Agent | None = None
         self._began = 0.0
 
@@ -202,7 +203,7 @@ class Session:
     # -- end -----------------------------------------------------------------------------------------------------
 
     def _finish(self, ending: Ending) -> bool:
-        assert self._agent is not None and self._opened is not None
+        assert self._agent is not None and self._opened is not None and self._context is not None
         service = self._context.service
         used = service.close_run(self._opened.run, seconds=_DRAIN_SECONDS)
         status, error, score = ending.status, ending.error, self._agent._score
