@@ -31,6 +31,9 @@ class RunStatus(StrEnum):
     RUNNING = "running"
     COMPLETED = "completed"
     TIMED_OUT = "timed_out"
+    """Its budget of wall time ran out."""
+    LIMIT = "limit"
+    """Its budget of tokens, turns or cost ran out."""
     AGENT_ERROR = "agent_error"
     WORKSPACE_ERROR = "workspace_error"
     SCORER_ERROR = "scorer_error"
@@ -125,6 +128,8 @@ class LaneRecord(msgspec.Struct, frozen=True):
     name: str
     parent: LaneId | None
     created_at: float
+    parent_call: CallId | None = None
+    """The call whose answer started this lane (a sub-agent's tool call), where it is known."""
 
 
 class CallRecord(msgspec.Struct, frozen=True):

@@ -87,6 +87,27 @@ class Answer:
         return Message("assistant", self.content, self.reasoning, self.tool_calls)
 
 
+class Part(StrEnum):
+    """What a delta of an answer adds to."""
+
+    REASONING = "reasoning"
+    CONTENT = "content"
+    CALL = "call"
+    """A tool call begins: `call` holds its id and name, no arguments yet."""
+    ARGUMENTS = "arguments"
+    """Text of the arguments of the tool call that began last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new in an answer that is being sampled. All deltas of an answer, in order, make the answer."""
+
+    part: Part
+    text: str = ""
+    call: ToolCall | None = None
+    """With `CALL` only."""
+
+
 def split_thinking(message: Message) -> tuple[str, str]:
     """Return an assistant message's (reasoning, content); thinking in inline tags counts as reasoning."""
     if message.role == "assistant" and not message.reasoning and "</think>" in message.content:
