@@ -66,7 +66,14 @@ def test_abort_is_continued_where_exact(model: Path, tmp_path: Path, stream: boo
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "params",
-    [{"stop": ["run the"]}, {"repetition_penalty": 1.2}, {"min_tokens": 6}, {"seed": 7}, {"presence_penalty": 0.5}],
+    [
+        {"stop": ["run the"]},
+        {"repetition_penalty": 1.2},
+        {"min_tokens": 6},
+        {"seed": 7},
+        {"presence_penalty": 0.5},
+        {"response_format": {"type": "json_object"}},
+    ],
     ids=lambda params: next(iter(params)),
 )
 def test_abort_restarts_where_a_continuation_would_not_be_exact(
@@ -93,12 +100,14 @@ def test_abort_restarts_where_a_continuation_would_not_be_exact(
     assert [(a.tokens_to, a.end) for a in attempts] == [(2, "abandoned"), (3, "finished")]
 
 
-def test_grammar_is_refused(model: Path, tmp_path: Path) -> None:
-    """A grammar cannot be honoured yet: a clear 400 that names the field."""
+def test_a_grammar_reaches_the_engine_and_is_on_record(model: Path, tmp_path: Path) -> None:
+    """proxy-abort-stays-inside, grammar: the engine is told; whether it can is for the engine to say."""
     with scripted(model, tmp_path, PIECES, say(260)) as (proxy, engine):
         answer = proxy.chat(proxy.run(), {"messages": HELLO, "response_format": {"type": "json_object"}})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
-    assert engine.log == []
+        [call] = proxy.calls()
+    assert answer.status_code == 200
+    assert engine.log[0].request["sampling_params"]["structured_outputs"] == {"json_object": True}
+    assert call.sampling.extra["structured_outputs"] == {"json_object": True}
 
 
 # -- proxy-done-without-finish --------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gyre_sdk.errors import ProtocolError
-from gyre_sdk.harness.proxy.dialects.canonical import Answer, ModelRequest
+from gyre_sdk.harness.proxy.dialects.canonical import Answer, Delta, ModelRequest, Part
+from gyre_sdk.harness.proxy.sse import encode_comment
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +35,27 @@ class Choice:
     completion_tokens: int
     tokens: tuple[TokenText, ...] | None = None
     """None unless the request asked for log-probs."""
+    stop_sequence: str | None = None
+    """The stop string that ended sampling, or None."""
 
 
 class AnswerStream(ABC):
-    """The bytes of one streamed answer, in order. Deltas are derived from ever longer partial answers."""
+    """The bytes of one streamed answer, in order: `start`, then `deltas` and `finish` of every choice, then `end`.
+
+    `error` may take the place of anything that has not been said yet; `heartbeat` may come anywhere after `start`.
+    """
 
     @abstractmethod
-    def start(self) -> bytes:
+    def start(self, prompt_tokens: int) -> bytes:
         """Return what opens the stream."""
 
     @abstractmethod
-    def update(self, index: int, partial: Answer, tokens: Sequence[TokenText] = ()) -> bytes:
-        """Return what is new in choice `index`; empty when nothing can be shown yet."""
+    def deltas(self, index: int, deltas: Sequence[Delta], tokens: Sequence[TokenText] = ()) -> bytes:
+        """Return what is new in choice `index`; `tokens` are the sampled tokens behind it, where they were asked for."""
 
     @abstractmethod
     def finish(self, index: int, choice: Choice, tokens: Sequence[TokenText] = ()) -> bytes:
-        """Return the rest of choice `index` and its finish reason."""
+        """Return the finish of choice `index`, all of whose deltas have been given."""
 
     @abstractmethod
     def end(self, prompt_tokens: int, completion_tokens: int) -> bytes:
@@ -58,6 +64,10 @@ class AnswerStream(ABC):
     @abstractmethod
     def error(self, error: ProtocolError) -> bytes:
         """Return what ends the stream badly: an error event and no end marker."""
+
+    def heartbeat(self) -> bytes:
+        """Return what keeps the connection alive while nothing is sampled: a comment, unless the protocol has more."""
+        return _PING
 
 
 class Dialect(ABC):
@@ -85,5 +95,11 @@ class Dialect(ABC):
     def error(self, error: ProtocolError) -> bytes:
         """Return the body of an error answer."""
 
+    def status(self, error: ProtocolError) -> int:
+        """Return the HTTP status of an error answer."""
+        return error.status
 
-__all__ = ["Answer", "AnswerStream", "Choice", "Dialect", "ModelRequest", "TokenText"]
+
+_PING = encode_comment("ping")
+
+__all__ = ["Answer", "AnswerStream", "Choice", "Delta", "Dialect", "ModelRequest", "Part", "TokenText"]

@@ -47,10 +47,15 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ToolChoice(StrEnum):
-    """Whether the model's tool calls are taken as such."""
+    """Whether the model's tool calls are taken as such, and whether it must make one."""
 
     AUTO = "auto"
     NONE = "none"
+    """Tool calls stay text."""
+    REQUIRED = "required"
+    """At least one call, by a grammar in the engine."""
+    NAMED = "named"
+    """One call of `ModelRequest.forced_tool`, by a grammar in the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +71,25 @@ class ModelRequest:
     """Resolved, without the stop tokens of the renderer; `max_tokens` is 0 where the agent gave none."""
     fields: dict[str, Any]
     """The whole request but its messages, as sent: what is recorded."""
+    raw: tuple[Any, ...] = ()
+    """Messages, system texts, input items as sent: recorded beside the canonical messages."""
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
     n: int = 1
+    """Answers asked for; with `prompts`, of each of them."""
     tool_choice: ToolChoice = ToolChoice.AUTO
+    forced_tool: str = ""
     parallel_tool_calls: bool = True
+    structured: dict[str, Any] | None = None
+    """What the answer must match, as engines take it: `{"json": schema}`, `{"json_object": true}`, `{"regex": text}`,
+    `{"choice": [text, ...]}` or `{"grammar": text}`; None for free text."""
+    thinking: bool | None = None
+    """Whether the model is to think before it answers; None leaves that to the service."""
+    prompts: tuple[str | tuple[int, ...], ...] = ()
+    """For protocols without messages: texts or token ids to continue, as they are. `messages` is empty then."""
+    continues: str | None = None
+    """Name of the answer (`resp_...`) whose conversation `messages` continues; None when they are the whole of it."""
 
 
 @dataclass(frozen=True, slots=True)

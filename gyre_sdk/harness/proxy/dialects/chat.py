@@ -9,7 +9,7 @@ import msgspec
 
 from gyre_sdk.errors import ProtocolError
 from gyre_sdk.harness.proxy.dialects import AnswerStream, Choice, Dialect, TokenText
-from gyre_sdk.harness.proxy.dialects.canonical import Answer, ModelRequest
+from gyre_sdk.harness.proxy.dialects.canonical import Delta, ModelRequest, Part
 from gyre_sdk.harness.proxy.dialects.chat_request import parse_chat
 from gyre_sdk.harness.proxy.sse import encode_data
 
@@ -58,47 +58,34 @@ class ChatCompletions(Dialect):
 
 
 class ChatStream(AnswerStream):
-    """Chunks of a streamed chat completion.
-
-    Content is shown as far as it cannot change any more: white space at its end and a text that may turn out to be a
-    stop string or a thinking tag wait for the next update. Tool calls come whole, id and name first.
-    """
+    """Chunks of a streamed chat completion."""
 
     def __init__(self, request: ModelRequest, name: str, at: float) -> None:
         self._head = {"id": f"chatcmpl-{name}", "object": "chat.completion.chunk", "created": int(at)}
         self._model = request.model
         self._usage = request.include_usage
-        self._stops = request.sampling.stop
         self._choices = request.n
-        self._sent = [Answer()] * request.n
+        self._calls = [-1] * request.n
 
-    def start(self) -> bytes:
+    def start(self, prompt_tokens: int) -> bytes:
         """See `AnswerStream.start`."""
         return b"".join(
             self._chunk(index, {"role": "assistant", "content": ""}, None) for index in range(self._choices)
         )
 
-    def update(self, index: int, partial: Answer, tokens: Sequence[TokenText] = ()) -> bytes:
-        """See `AnswerStream.update`."""
-        shown = Answer(self._settled(partial.content), self._settled(partial.reasoning))
-        return self._deltas(index, shown, tokens)
+    def deltas(self, index: int, deltas: Sequence[Delta], tokens: Sequence[TokenText] = ()) -> bytes:
+        """See `AnswerStream.deltas`."""
+        out: list[bytes] = []
+        for delta in deltas:
+            out.append(self._chunk(index, self._delta(index, delta), None, tokens))
+            tokens = ()
+        if tokens:
+            out.append(self._chunk(index, {}, None, tokens))
+        return b"".join(out)
 
     def finish(self, index: int, choice: Choice, tokens: Sequence[TokenText] = ()) -> bytes:
         """See `AnswerStream.finish`."""
-        out = [self._deltas(index, choice.answer, ())]
-        for place, call in enumerate(choice.answer.tool_calls):
-            head = {
-                "index": place,
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": ""},
-            }
-            out.append(self._chunk(index, {"tool_calls": [head]}, None))
-            if call.arguments:
-                tail = {"index": place, "function": {"arguments": call.arguments}}
-                out.append(self._chunk(index, {"tool_calls": [tail]}, None))
-        out.append(self._chunk(index, {}, choice.finish, tokens))
-        return b"".join(out)
+        return self._chunk(index, {}, choice.finish, tokens)
 
     def end(self, prompt_tokens: int, completion_tokens: int) -> bytes:
         """See `AnswerStream.end`."""
@@ -117,26 +104,17 @@ class ChatStream(AnswerStream):
         """See `AnswerStream.error`."""
         return encode_data(_encode(_error(error)))
 
-    def _deltas(self, index: int, shown: Answer, tokens: Sequence[TokenText]) -> bytes:
-        sent = self._sent[index]
-        out: list[bytes] = []
-        reasoning, content = sent.reasoning, sent.content
-        if len(shown.reasoning) > len(reasoning) and shown.reasoning.startswith(reasoning):
-            out.append(self._chunk(index, {"reasoning_content": shown.reasoning[len(reasoning) :]}, None))
-            reasoning = shown.reasoning
-        if len(shown.content) > len(content) and shown.content.startswith(content):
-            out.append(self._chunk(index, {"content": shown.content[len(content) :]}, None, tokens))
-            content, tokens = shown.content, ()
-        if tokens:
-            out.append(self._chunk(index, {}, None, tokens))
-        self._sent[index] = Answer(content, reasoning)
-        return b"".join(out)
-
-    def _settled(self, content: str) -> str:
-        text = content.rstrip().rstrip("\ufffd")
-        if "<think>".startswith(text):
-            return ""
-        return text[: settled_length(text, self._stops)].rstrip()
+    def _delta(self, index: int, delta: Delta) -> dict[str, Any]:
+        if delta.part is Part.REASONING:
+            return {"reasoning_content": delta.text}
+        if delta.part is Part.CONTENT:
+            return {"content": delta.text}
+        if delta.call is None:
+            return {"tool_calls": [{"index": self._calls[index], "function": {"arguments": delta.text}}]}
+        self._calls[index] += 1
+        function = {"name": delta.call.name, "arguments": delta.call.arguments}
+        call = {"index": self._calls[index], "id": delta.call.id, "type": "function", "function": function}
+        return {"tool_calls": [call]}
 
     def _chunk(self, index: int, delta: dict[str, Any], finish: str | None, tokens: Sequence[TokenText] = ()) -> bytes:
         choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": finish}

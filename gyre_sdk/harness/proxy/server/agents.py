@@ -23,11 +23,9 @@ from gyre_sdk.harness.proxy.server.prepare import (
 )
 from gyre_sdk.harness.proxy.server.state import OPEN, Lane, Orphan, Registry, body_digest
 from gyre_sdk.harness.proxy.server.turns import Turn, repeated
-from gyre_sdk.harness.proxy.sse import encode_comment
 
 _JSON = {"Content-Type": "application/json"}
 _SSE = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-_PING = encode_comment("ping")
 
 
 class Agents:
@@ -143,7 +141,7 @@ class Agents:
             call.watchers += 1
         try:
             await self._wait_for_start(request, response, turn)
-            await response.write(stream.start())
+            await response.write(stream.start(turn.calls[0].prompt_tokens))
             if await self._relay(response, stream, turn):
                 self._note_delivery(request, turn)
         except ConnectionError:
@@ -158,15 +156,13 @@ class Agents:
         deadline = time.monotonic() + self._services.settings.heartbeat
         while not any(call.exchange.released or call.done for call in turn.calls):
             if time.monotonic() >= deadline or not await self._change(turn, deadline - time.monotonic()):
-                await response.prepare(request)
-                await response.write(_PING)
-                return
+                break
         _raise_failure(turn.calls)
         await response.prepare(request)
 
     async def _relay(self, response: web.StreamResponse, stream: AnswerStream, turn: Turn) -> bool:
         """Send what the calls release until all have ended; True for a good end."""
-        shown, finished = [0] * len(turn.calls), [False] * len(turn.calls)
+        shown, tokens, finished = [0] * len(turn.calls), [0] * len(turn.calls), [False] * len(turn.calls)
         while True:
             changed = [call.changes() for call in turn.calls]
             out: list[bytes] = []
@@ -177,14 +173,15 @@ class Agents:
                     return False
                 if finished[index]:
                     continue
+                call.advance()
+                fresh, shown[index] = call.deltas[shown[index] :], len(call.deltas)
                 if call.done:
                     finished[index] = True
-                    rest = self._tokens(call, shown[index], len(call.exchange.ids))
-                    out.append(stream.finish(index, call.choice(), rest))
-                elif call.exchange.released > shown[index] + shown[index] // 16:
-                    partial, upto = call.partial()
-                    out.append(stream.update(index, partial, self._tokens(call, shown[index], upto)))
-                    shown[index] = max(upto, shown[index])
+                    rest = self._tokens(call, tokens[index], len(call.exchange.ids))
+                    out.append(stream.deltas(index, fresh) + stream.finish(index, call.choice(), rest))
+                elif fresh:
+                    out.append(stream.deltas(index, fresh, self._tokens(call, tokens[index], call.parsed)))
+                    tokens[index] = call.parsed
             if all(finished):
                 sampled = sum(len(call.exchange.ids) for call in turn.calls)
                 out.append(stream.end(turn.calls[0].prompt_tokens, sampled))
@@ -194,7 +191,7 @@ class Agents:
             if any(out):
                 await response.write(b"".join(out))
             if not await _first(changed, self._services.settings.heartbeat):
-                await response.write(_PING)
+                await response.write(stream.heartbeat())
 
     def _tokens(self, call: LiveCall, start: int, end: int) -> tuple[TokenText, ...]:
         return call.token_texts(start, end) if call.request.logprobs and end > start else ()

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from gyre_sdk.errors import GyreError, ProtocolError, RenderError, ReplicaError
-from gyre_sdk.harness.proxy.dialects import Answer, Choice, ModelRequest, TokenText
+from gyre_sdk.harness.proxy.dialects import Answer, Choice, Delta, ModelRequest, Part, TokenText
+from gyre_sdk.harness.proxy.dialects.canonical import ToolCall
 from gyre_sdk.harness.proxy.dialects.chat import settled_length
 from gyre_sdk.harness.proxy.dialects.history import Ids
 from gyre_sdk.harness.proxy.exchange import (
@@ -97,6 +98,11 @@ class LiveCall:
         self.prompt_tokens = len(intent.prompt_ids)
         self.answer: Answer | None = None
         self.finish: str | None = None
+        self.deltas: list[Delta] = []
+        """What the agent may see so far, in order."""
+        self.parsed = 0
+        """Sampled tokens behind `deltas`."""
+        self._shown = Answer()
         self.watchers = 0
         """Connections that stream this call now."""
         self.on_complete: Callable[[LiveCall], None] = lambda call: None
@@ -127,18 +133,44 @@ class LiveCall:
         """Return what is set at the next change; take it before looking."""
         return self._changed
 
-    def partial(self) -> tuple[Answer, int]:
-        """Return what may be shown by now, and the number of tokens behind it."""
+    def advance(self) -> None:
+        """Add to `deltas` what may be shown by now."""
         upto = self.exchange.released
+        if self.done or upto <= self.parsed + self.parsed // 16:
+            return
         if self.request.sampling.stop:
             upto = self._clean(upto)
-        ids = self.exchange.ids[:upto]
-        return self._parse(ids, final=False), upto
+        partial = self._parse(self.exchange.ids[:upto], final=False)
+        self._show(Answer(self._settled(partial.content), self._settled(partial.reasoning)))
+        self.parsed = max(upto, self.parsed)
+
+    def _show(self, answer: Answer) -> None:
+        """Append what `answer` has more than what was shown before."""
+        reasoning, content = self._shown.reasoning, self._shown.content
+        if len(answer.reasoning) > len(reasoning) and answer.reasoning.startswith(reasoning):
+            self.deltas.append(Delta(Part.REASONING, answer.reasoning[len(reasoning) :]))
+            reasoning = answer.reasoning
+        if len(answer.content) > len(content) and answer.content.startswith(content):
+            self.deltas.append(Delta(Part.CONTENT, answer.content[len(content) :]))
+            content = answer.content
+        for call in answer.tool_calls:
+            self.deltas.append(Delta(Part.CALL, call=ToolCall(call.id, call.name)))
+            if call.arguments:
+                self.deltas.append(Delta(Part.ARGUMENTS, call.arguments))
+        self._shown = Answer(content, reasoning)
+
+    def _settled(self, content: str) -> str:
+        text = content.rstrip().rstrip("\ufffd")
+        if "<think>".startswith(text):
+            return ""
+        return text[: settled_length(text, self.request.sampling.stop)].rstrip()
 
     def choice(self) -> Choice:
         """Return the finished answer."""
         tokens = self.token_texts(0, len(self.exchange.ids)) if self.request.logprobs else None
-        return Choice(self.answer or Answer(), self.finish or "stop", len(self.exchange.ids), tokens)
+        reason = self.exchange.stop_reason
+        sequence = reason if isinstance(reason, str) else None
+        return Choice(self.answer or Answer(), self.finish or "stop", len(self.exchange.ids), tokens, sequence)
 
     def token_texts(self, start: int, end: int) -> tuple[TokenText, ...]:
         """Return sampled tokens as agents may ask to see them."""
@@ -165,6 +197,7 @@ class LiveCall:
     def restore(self, answer: Answer, finish: str) -> None:
         """Take a recorded end instead of running."""
         self.answer, self.finish = answer, finish
+        self._show(answer)
 
     def cancel(self, message: str) -> None:
         """End the call without an answer."""
@@ -302,6 +335,7 @@ class LiveCall:
         assert writes is not None
         if command.status is CallStatus.COMPLETE:
             self.answer = self._parse(exchange.ids, final=True)
+            self._show(self.answer)
             calls = bool(self.answer.tool_calls) and command.finish == "stop"
             self.finish = "tool_calls" if calls else command.finish
         await writes.end(

@@ -9,7 +9,7 @@ import time
 import msgspec
 
 from gyre_sdk.errors import ProtocolError, RenderError
-from gyre_sdk.harness.proxy.dialects.canonical import Answer, Message, ModelRequest
+from gyre_sdk.harness.proxy.dialects.canonical import Answer, Message, ModelRequest, ToolChoice
 from gyre_sdk.harness.proxy.dialects.history import History, Match, Origin
 from gyre_sdk.harness.proxy.exchange import Exchange
 from gyre_sdk.harness.proxy.render import Template
@@ -197,7 +197,12 @@ def _resolve(services: Services, request: ModelRequest, prompt: int, run: RunSta
         longest = min(longest, context - prompt)
     ignore = sampling.extra.get("ignore_eos")
     stops = tuple(dict.fromkeys((*(() if ignore else services.template.stop_ids), *sampling.stop_token_ids)))
-    return msgspec.structs.replace(sampling, max_tokens=longest, stop_token_ids=stops)
+    extra = dict(sampling.extra)
+    if request.structured is not None:
+        extra["structured_outputs"] = request.structured
+    if request.tool_choice in (ToolChoice.REQUIRED, ToolChoice.NAMED):
+        raise ProtocolError("tool_choice must be auto or none", code="invalid_value", param="tool_choice")
+    return msgspec.structs.replace(sampling, max_tokens=longest, stop_token_ids=stops, extra=extra)
 
 
 def _spent(what: str) -> ProtocolError:

@@ -1,0 +1,129 @@
+"""Fields of a request body that several protocols share: read with a type and bounds, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import msgspec
+
+from gyre_sdk.errors import ProtocolError
+from gyre_sdk.records import Sampling
+
+_NEUTRAL: dict[str, Any] = {
+    "min_p": 0,
+    "logit_bias": {},
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "min_tokens": 0,
+    "ignore_eos": False,
+    "bad_words": [],
+    "allowed_token_ids": [],
+    "include_stop_str_in_output": False,
+}
+"""Fields that change the sampled distribution and are handed to the engine, with the value that changes nothing."""
+
+_EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {})
+MAX_CHOICES = 16
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object of a body.
+
+    Raises:
+        ProtocolError: it is not one.
+    """
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolError(f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(fields, dict):
+        refuse("the body must be a JSON object", None)
+    return fields
+
+
+def refuse_given(fields: dict[str, Any], names: Sequence[str]) -> None:
+    """Refuse a request that gives one of these fields a value that is not empty."""
+    for name in names:
+        if fields.get(name) not in _EMPTY:
+            refuse(f"{name} cannot be honoured by this service: it would change or hide what is sampled", name)
+
+
+def sampling(
+    fields: dict[str, Any], *, limit: str, stop: str = "stop", greatest: float = 100.0, top_k_low: int = -1
+) -> Sampling:
+    """Return the sampling parameters of a request.
+
+    Args:
+        fields: the request's.
+        limit: name of the field that bounds the answer's tokens.
+        stop: name of the field with stop strings.
+        greatest: largest temperature.
+        top_k_low: smallest `top_k`; -1 and 0 mean no limit.
+    """
+    given = fields.get(stop)
+    stops = [given] if isinstance(given, str) else [] if given is None else given
+    if not isinstance(stops, list) or not all(isinstance(item, str) for item in stops):
+        refuse(f"{stop} must be a string or a list of strings", stop)
+    ids = fields.get("stop_token_ids") or []
+    if not isinstance(ids, list) or not all(whole(item) for item in ids):
+        refuse("stop_token_ids must be a list of token ids", "stop_token_ids")
+    seed = fields.get("seed")
+    if seed is not None and not whole(seed):
+        refuse("seed must be an integer", "seed")
+    extra = {
+        name: fields[name]
+        for name, neutral in _NEUTRAL.items()
+        if fields.get(name) is not None and fields[name] != neutral
+    }
+    return Sampling(
+        temperature=float(number(fields, "temperature", 1.0, 0.0, greatest)),
+        top_p=float(number(fields, "top_p", 1.0, 0.0, 1.0)),
+        top_k=max(int(number(fields, "top_k", 0, top_k_low, 1 << 31, integer=True)), 0),
+        max_tokens=int(number(fields, limit, 0, 1, 1 << 31, integer=True)),
+        stop=tuple(item for item in stops if item),
+        stop_token_ids=tuple(ids),
+        seed=seed,
+        extra=extra,
+    )
+
+
+def number(
+    fields: dict[str, Any], name: str, default: float, low: float, high: float, *, integer: bool = False
+) -> float:
+    """Return a number within bounds."""
+    value = fields.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or (integer and not whole(value)):
+        refuse(f"{name} must be {'an integer' if integer else 'a number'}, not {value!r}", name)
+    if not low <= value <= high:
+        refuse(f"{name} is {value!r}; it must be between {low:g} and {high:g}", name)
+    return value
+
+
+def whole(value: Any) -> bool:
+    """Tell whether a value is an integer, possibly written as a float."""
+    return not isinstance(value, bool) and (isinstance(value, int) or (isinstance(value, float) and value.is_integer()))
+
+
+def flag(fields: dict[str, Any], name: str) -> bool:
+    """Return a boolean; False when it is missing."""
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        refuse(f"{name} must be true or false", name)
+    return bool(value)
+
+
+def text(fields: dict[str, Any], name: str) -> str:
+    """Return a string; empty when it is missing."""
+    value = fields.get(name)
+    if value is not None and not isinstance(value, str):
+        refuse(f"{name} must be a string", name)
+    return value or ""
+
+
+def refuse(message: str, param: str | None) -> NoReturn:
+    """Raise the error of a field that is wrong."""
+    raise ProtocolError(message, param=param, code="invalid_value" if param else "invalid_request")
