@@ -102,6 +102,8 @@ class Cancelled:
     """The run does not want the call any more."""
 
     message: str
+    code: str = "run_closed"
+    """What the agent is told: `run_closed`, or `limit_exceeded` when a budget ran out."""
 
 
 Event = (

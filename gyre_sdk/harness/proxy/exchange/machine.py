@@ -294,7 +294,7 @@ class Exchange:
         commands: list[Command] = []
         if self._open and self._attempt is not None:
             commands = [AbortAttempt(self._attempt), self._close_attempt(self._attempt, "aborted", ())]
-        return [*commands, self._fail(_A, Fail(403, "run_closed", event.message, retryable=False))]
+        return [*commands, self._fail(_A, Fail(403, event.code, event.message, retryable=False))]
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
