@@ -1,0 +1,164 @@
+"""One call's answer as it is sampled: ids in, deltas out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gyre_sdk.harness.proxy.answers.body import Body
+from gyre_sdk.harness.proxy.answers.deltas import Deltas
+from gyre_sdk.harness.proxy.answers.detokenize import Detokenizer, Pieces, pieces_of
+from gyre_sdk.harness.proxy.answers.formats import BodyKind, Format
+from gyre_sdk.harness.proxy.answers.json_body import JsonBody
+from gyre_sdk.harness.proxy.answers.scanner import Scanner
+from gyre_sdk.harness.proxy.answers.stops import StopWatch
+from gyre_sdk.harness.proxy.answers.xml_body import XmlBody, text_parameters
+from gyre_sdk.harness.proxy.dialects.canonical import Answer, Delta, ToolChoice
+
+
+class AnswerParser(ABC):
+    """Turns sampled ids, as they come, into deltas; one per call."""
+
+    @abstractmethod
+    def feed(self, ids: Sequence[int]) -> list[Delta]:
+        """Return what the next ids add and no later id can take back."""
+
+    @abstractmethod
+    def finish(self, stop: str | None = None) -> list[Delta]:
+        """Return the rest.
+
+        Args:
+            stop: the stop string that ended sampling: the text ends before it. None shows everything.
+        """
+
+    @property
+    @abstractmethod
+    def answer(self) -> Answer:
+        """What all deltas so far add up to: after `finish`, the answer."""
+
+    @property
+    @abstractmethod
+    def settled(self) -> int:
+        """Tokens fed that end before anything that may be the start of a stop string, or half a character."""
+
+
+class TextFlow:
+    """Ids to text in which no stop string can begin any more."""
+
+    def __init__(self, pieces: Pieces, stop_ids: frozenset[int], stops: Sequence[str]) -> None:
+        self._pieces, self._stop_ids = pieces, stop_ids
+        self._detokenizer = Detokenizer(pieces)
+        self._watch = StopWatch(stops)
+        self._fed = 0
+        self._ended = False
+
+    @property
+    def settled(self) -> int:
+        """As `AnswerParser.settled`."""
+        return self._watch.settled
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """Return the text that is settled. Ids from the first stop token on are no text."""
+        out: list[str] = []
+        for token in ids:
+            if self._ended or token in self._stop_ids:
+                out.append(self._flush())
+                self._ended = True
+                self._fed += 1
+                out.append(self._watch.feed("", self._fed, seen=False))
+                continue
+            special = self._pieces.look_up(token)[1]
+            if special:
+                out.append(self._flush())
+            self._fed += 1
+            text = self._detokenizer.feed(token)
+            out.append(self._watch.feed(text, self._fed - self._detokenizer.waiting, seen=not special))
+        return "".join(out)
+
+    def finish(self, stop: str | None) -> str:
+        """Return the rest, up to the stop string that ended sampling."""
+        return self._flush() + self._watch.finish(stop)
+
+    def _flush(self) -> str:
+        if not self._detokenizer.waiting:
+            return ""
+        return self._watch.feed(self._detokenizer.finish(), self._fed)
+
+
+class _StreamParser(AnswerParser):
+    """Reads an answer of a known format in time linear in its tokens."""
+
+    def __init__(self, flow: TextFlow, scanner: Scanner, deltas: Deltas) -> None:
+        self._flow, self._scanner, self._deltas = flow, scanner, deltas
+
+    def feed(self, ids: Sequence[int]) -> list[Delta]:
+        self._scanner.feed(self._flow.feed(ids))
+        return self._deltas.take()
+
+    def finish(self, stop: str | None = None) -> list[Delta]:
+        self._scanner.feed(self._flow.finish(stop))
+        self._scanner.finish()
+        return self._deltas.take()
+
+    @property
+    def answer(self) -> Answer:
+        return self._deltas.answer()
+
+    @property
+    def settled(self) -> int:
+        return self._flow.settled
+
+
+def make_parser(
+    tokenizer: Any,
+    *,
+    format: Format,
+    prompt_tail: Sequence[int],
+    tools: Sequence[Mapping[str, Any]],
+    name: str,
+    stops: Sequence[str],
+    choice: ToolChoice,
+    parallel: bool,
+) -> AnswerParser:
+    """Return a parser for one answer.
+
+    Args:
+        tokenizer: anything with `decode(ids)`; its token texts are remembered between calls.
+        format: how the model writes.
+        prompt_tail: ids of the prompt or of its end; tells whether thinking was opened there.
+        tools: as in the request; the types of parameters are read from them.
+        name: makes the ids of tool calls, `call_{name}{place}`.
+        stops: stop strings that the engine looks for.
+        choice: with `NONE`, tool calls stay text.
+        parallel: False keeps the first tool call only.
+    """
+    pieces = pieces_of(tokenizer)
+    deltas = Deltas()
+    texts = text_parameters(tools) if format.body is BodyKind.XML else {}
+
+    def body() -> Body:
+        return XmlBody(texts) if format.body is BodyKind.XML else JsonBody(format.argument_keys)
+
+    scanner = Scanner(
+        deltas,
+        format.think,
+        None if choice is ToolChoice.NONE else format.call,
+        body,
+        thinking=_opens_thinking(pieces, format, prompt_tail),
+        name=name,
+        parallel=parallel,
+    )
+    return _StreamParser(TextFlow(pieces, format.stop_ids, stops), scanner, deltas)
+
+
+def _opens_thinking(pieces: Pieces, format: Format, prompt: Sequence[int]) -> bool:
+    """Tell whether the model's turn, as far as the prompt holds it, is in reasoning."""
+    count = 32
+    while True:
+        _, turn, text = pieces.decode(prompt[-count:]).rpartition(format.turn)
+        if turn or count >= len(prompt):
+            break
+        count *= 4
+    opening, closing = format.think
+    return bool(prompt) and text.lstrip().startswith(opening) and closing not in text
