@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import aiohttp
@@ -52,12 +53,17 @@ class _Choice(msgspec.Struct):
     weight_versions: list[_Span] | None = None
 
 
+class _Paused(msgspec.Struct):
+    is_paused: bool = False
+
+
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     error: Any = None
 
 
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
+_decode_paused = msgspec.json.Decoder(_Paused).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -71,6 +77,18 @@ class Piece:
     """The engine's finish reason, `abort` included; None while it samples."""
     stop_reason: str | int | None = None
     spans: tuple[VersionSpan, ...] = ()
+
+
+class Probe(StrEnum):
+    """What came of asking a replica for its health."""
+
+    LIVE = "live"
+    PAUSED = "paused"
+    """It answers, but queues requests until it is resumed."""
+    SILENT = "silent"
+    """Nothing came in time."""
+    DEAD = "dead"
+    """It refused the connection, or said that it is not well."""
 
 
 class Refused(ReplicaError):
@@ -178,6 +196,25 @@ class Upstream:
                     return response.status == 200
         except (aiohttp.ClientError, TimeoutError, OSError):
             return False
+
+    async def probe(self, url: str, timeout: float) -> Probe:
+        """Ask a replica for its health, and whether it is paused where it can tell (vLLM in dev mode)."""
+        try:
+            async with asyncio.timeout(timeout):
+                async with self._open_session.get(f"{url}/health") as response:
+                    if response.status != 200:
+                        return Probe.DEAD
+                async with self._open_session.get(f"{url}/is_paused") as response:
+                    if response.status != 200:
+                        return Probe.LIVE
+                    paused = _decode_paused(await response.read()).is_paused
+                    return Probe.PAUSED if paused else Probe.LIVE
+        except msgspec.DecodeError:
+            return Probe.LIVE
+        except TimeoutError:
+            return Probe.SILENT
+        except (aiohttp.ClientError, OSError):
+            return Probe.DEAD
 
     @property
     def _open_session(self) -> aiohttp.ClientSession:

@@ -18,6 +18,7 @@ from gyre_sdk.harness.proxy.server.agents import Agents
 from gyre_sdk.harness.proxy.server.conduct import Services
 from gyre_sdk.harness.proxy.server.control import Control
 from gyre_sdk.harness.proxy.server.fleet import Fleet
+from gyre_sdk.harness.proxy.server.metrics import MetricsPage, loopback
 from gyre_sdk.harness.proxy.server.settings import HistoryPolicy, ProxySettings, new_key
 from gyre_sdk.harness.proxy.server.state import Registry
 from gyre_sdk.harness.proxy.upstream import Upstream
@@ -73,8 +74,10 @@ class ProxyServer:
         services = Services(self.settings, journal, self._templates, fleet, spawn)
         registry = Registry(journal, self.settings)
         control = Control(services, registry, self.service_key)
+        guard = None if loopback(self.settings.host) else control.guarded
+        metrics = MetricsPage(services.metrics, fleet.routes, registry.calls_in_flight, guard)
         runner = web.AppRunner(
-            _application(self.settings, Agents(services, registry), control),
+            _application(self.settings, Agents(services, registry), control, metrics),
             access_log=None,
             auto_decompress=False,
             lingering_time=1.0,
@@ -148,9 +151,9 @@ class ProxyServer:
             log.warning("stopped with calls in flight; their durable tokens are in the store")
 
 
-def _application(settings: ProxySettings, agents: Agents, control: Control) -> web.Application:
+def _application(settings: ProxySettings, agents: Agents, control: Control, metrics: MetricsPage) -> web.Application:
     app = web.Application(client_max_size=settings.max_body, middlewares=[_errors])
-    app.add_routes([web.get("/health", _health), *agents.routes(), *control.routes()])
+    app.add_routes([web.get("/health", _health), *agents.routes(), *control.routes(), *metrics.pages()])
     return app
 
 

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from gyre_sdk.errors import GyreError, ProtocolError, RenderError, ReplicaError
+from gyre_sdk.errors import GyreError, ProtocolError, RenderError
 from gyre_sdk.harness.proxy.dialects import Answer, Choice, Delta, ModelRequest, Part, TokenText
 from gyre_sdk.harness.proxy.dialects.canonical import ToolCall
 from gyre_sdk.harness.proxy.dialects.chat import settled_length
 from gyre_sdk.harness.proxy.dialects.history import Ids
 from gyre_sdk.harness.proxy.exchange import (
-    FINISHES,
     AbortAttempt,
-    Broken,
     Cancelled,
     Command,
     Deliver,
@@ -31,7 +28,6 @@ from gyre_sdk.harness.proxy.exchange import (
     Exchange,
     Fail,
     FindReplica,
-    Finished,
     PersistAttempt,
     PersistAttemptEnd,
     PersistDelivered,
@@ -39,20 +35,18 @@ from gyre_sdk.harness.proxy.exchange import (
     PersistIntent,
     PersistTokens,
     Ready,
-    Rejected,
     Release,
-    Routed,
     Sampled,
     Send,
     Stored,
     StoreFailed,
-    Unserved,
 )
 from gyre_sdk.harness.proxy.recorder import CallLog
 from gyre_sdk.harness.proxy.render import Template
+from gyre_sdk.harness.proxy.server.attempts import Attempts
 from gyre_sdk.harness.proxy.server.fleet import Fleet
+from gyre_sdk.harness.proxy.server.metrics import Metrics
 from gyre_sdk.harness.proxy.server.settings import HistoryPolicy, ProxySettings
-from gyre_sdk.harness.proxy.upstream import Refused
 from gyre_sdk.journal import CallIntent, Journal
 from gyre_sdk.records import CallStatus
 
@@ -73,6 +67,7 @@ class Services:
     fleet: Fleet
     spawn: Callable[[Any], asyncio.Task[None]]
     """Starts a supervised task."""
+    metrics: Metrics = field(default_factory=Metrics)
 
     @property
     def template(self) -> Template:
@@ -108,6 +103,9 @@ class LiveCall:
         self.on_complete: Callable[[LiveCall], None] = lambda call: None
         """Called once, before anyone learns that the call is complete."""
         self._services = services
+        interval = 1 if request.stream else services.settings.gather
+        self._attempts = Attempts(services.fleet, services.metrics, exchange, services.settings.patience, interval)
+        self._began = time.monotonic()
         self._log: CallLog | None = None
         self._task: asyncio.Task[None] | None = None
         self._cancelled: str | None = None
@@ -227,6 +225,16 @@ class LiveCall:
             log.exception("call %s failed", self.exchange.call)
             self._failure = Fail(500, "internal_error", "the service failed to carry out the call", True)
             self._notify()
+        finally:
+            self._attempts.over()
+            self._count()
+
+    def _count(self) -> None:
+        if self.done:
+            seconds, sampled = time.monotonic() - self._began, len(self.exchange.ids)
+            self._services.metrics.call_ended(
+                self.request.dialect, self.exchange.status, seconds, self.prompt_tokens, sampled
+            )
 
     async def _steps(self) -> None:
         todo: deque[Command] = deque(self.exchange.start())
@@ -254,17 +262,21 @@ class LiveCall:
         exchange = self.exchange
         match command:
             case PersistIntent():
+                if self.intent.fork_reason is not None:
+                    self._services.metrics.forks.add(self.intent.fork_reason)
                 if self.prompt_tokens > LARGE:
                     await asyncio.to_thread(writes.intent, self.intent)
                 else:
                     writes.intent(self.intent)
             case FindReplica():
-                return await self._find(command)
+                return await self._attempts.find(command, self.intent)
             case PersistAttempt():
+                asked = time.monotonic()
                 await writes.attempt(command.attempt)
+                self._services.metrics.durable.observe(time.monotonic() - asked)
                 return Ready()
             case Send():
-                return await self._send(command)
+                return await self._attempts.send(command, self.intent.prompt_ids, self._take, self._clean)
             case PersistTokens():
                 writes.tokens(exchange, watched=self.watchers > 0 and exchange.live)
             case PersistAttemptEnd():
@@ -284,51 +296,9 @@ class LiveCall:
                 pass  # asked for by `delivered`, outside the run of the call
         return None
 
-    async def _find(self, command: FindReplica) -> Event:
-        if command.delay:
-            await asyncio.sleep(command.delay)
-        patience = self._services.settings.patience
-        replica = await self._services.fleet.find(self.intent.run, command.avoid, patience)
-        if replica is None:
-            return Unserved(patience)
-        return Routed(
-            replica.url, replica.version, f"{self.exchange.call}-{self.exchange.attempts}-{secrets.token_hex(4)}"
-        )
-
-    async def _send(self, command: Send) -> Event:
-        fleet, attempt = self._services.fleet, command.attempt
-        load = self.prompt_tokens + self.exchange.sampling.max_tokens
-        fleet.routes.opened(attempt.replica, load)
-        pieces = fleet.upstream.generate(
-            attempt.replica,
-            request_id=attempt.request_id,
-            ids=[*self.intent.prompt_ids, *command.sampled] if command.sampled else self.intent.prompt_ids,
-            sampling=self.exchange.sampling,
-            stop_ids=self.exchange.sampling.stop_token_ids,
-            max_tokens=command.max_tokens,
-            salt=str(command.version),
-            version=command.version,
-            interval=1 if self.request.stream else self._services.settings.gather,
-        )
-        try:
-            async for piece in pieces:
-                if piece.ids:
-                    for write in self.exchange.handle(Sampled(piece.ids, piece.logprobs)):
-                        await self._execute(write)
-                if piece.finish in FINISHES:
-                    return Finished(piece.finish, piece.stop_reason, piece.spans)
-                if piece.finish is not None:
-                    aborted = piece.finish == "abort"
-                    return Broken(f"the engine ended with {piece.finish}", aborted, piece.spans, self._clean())
-        except Refused as error:
-            return Rejected(error.status, str(error))
-        except ReplicaError as error:
-            fleet.suspect(attempt.replica)
-            return Broken(str(error), clean=self._clean())
-        finally:
-            await pieces.aclose()
-            fleet.routes.closed(attempt.replica, load)
-        return Broken("the stream ended", clean=self._clean())
+    async def _take(self, tokens: Sampled) -> None:
+        for write in self.exchange.handle(tokens):
+            await self._execute(write)
 
     async def _end(self, command: PersistEnd) -> None:
         writes, exchange = self._log, self.exchange

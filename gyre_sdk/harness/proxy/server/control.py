@@ -14,11 +14,11 @@ from aiohttp import web
 
 from gyre_sdk.errors import JournalError, ProtocolError
 from gyre_sdk.harness.proxy.recorder import durable
-from gyre_sdk.harness.proxy.routing import ReplicaSpec
 from gyre_sdk.harness.proxy.server.agents import bearer
 from gyre_sdk.harness.proxy.server.bodies import read_body
 from gyre_sdk.harness.proxy.server.conduct import Services
 from gyre_sdk.harness.proxy.server.prepare import abort_orphan
+from gyre_sdk.harness.proxy.server.replicas import ReplicaControl, describe
 from gyre_sdk.harness.proxy.server.settings import new_key
 from gyre_sdk.harness.proxy.server.state import OPEN, Limits, Registry, RunState, key_digest
 from gyre_sdk.records import MAIN, SUBAGENT, GroupId, LaneId, LaneRecord, RunId, RunRecord, RunStatus
@@ -68,12 +68,6 @@ class EndRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     placeholder: bool = False
 
 
-class SetReplicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of `PUT /gyre/v1/replicas`."""
-
-    replicas: list[ReplicaSpec]
-
-
 class Control:
     """Handlers under `/gyre/v1`."""
 
@@ -87,14 +81,14 @@ class Control:
     def routes(self) -> list[web.RouteDef]:
         """Return the routes."""
         return [
-            web.post("/gyre/v1/runs", self._guarded(self.open_run)),
-            web.post("/gyre/v1/runs/{run}/lanes", self._guarded(self.open_lane)),
-            web.post("/gyre/v1/runs/{run}/lanes/{lane}/release", self._guarded(self.release_lane)),
-            web.post("/gyre/v1/runs/{run}/close", self._guarded(self.close_run)),
-            web.post("/gyre/v1/runs/{run}/end", self._guarded(self.end_run)),
-            web.get("/gyre/v1/status", self._guarded(self.status)),
-            web.put("/gyre/v1/replicas", self._guarded(self.set_replicas)),
-            web.get("/gyre/v1/calls", self._guarded(self.calls)),
+            web.post("/gyre/v1/runs", self.guarded(self.open_run)),
+            web.post("/gyre/v1/runs/{run}/lanes", self.guarded(self.open_lane)),
+            web.post("/gyre/v1/runs/{run}/lanes/{lane}/release", self.guarded(self.release_lane)),
+            web.post("/gyre/v1/runs/{run}/close", self.guarded(self.close_run)),
+            web.post("/gyre/v1/runs/{run}/end", self.guarded(self.end_run)),
+            web.get("/gyre/v1/status", self.guarded(self.status)),
+            *ReplicaControl(self._services.fleet, self.guarded).routes(),
+            web.get("/gyre/v1/calls", self.guarded(self.calls)),
         ]
 
     async def open_run(self, request: web.Request) -> web.Response:
@@ -198,26 +192,16 @@ class Control:
     async def status(self, request: web.Request) -> web.Response:
         """Tell what is going on."""
         routes = self._services.fleet.routes
-        replicas = [
-            {"url": item.url, "version": item.version, "state": item.state, "calls": item.calls, "tokens": item.tokens}
-            for item in routes.replicas
-        ]
         runs = self._registry.runs
         return _json(
             {
                 "version": routes.version,
-                "replicas": replicas,
-                "calls_in_flight": sum(len(run.live) for run in runs),
+                "replicas": describe(self._services.fleet),
+                "calls_in_flight": self._registry.calls_in_flight(),
                 "runs_open": len(runs),
                 "store": str(self._services.settings.store),
             }
         )
-
-    async def set_replicas(self, request: web.Request) -> web.Response:
-        """Replace the table of replicas."""
-        given = await self._body(request, SetReplicas)
-        self._services.fleet.set(given.replicas)
-        return _json({"version": self._services.fleet.routes.version})
 
     async def calls(self, request: web.Request) -> web.Response:
         """List calls after a sequence number, without tokens."""
@@ -272,7 +256,9 @@ class Control:
     def _access(self, lane: LaneId, key: str) -> dict[str, str]:
         return {"lane": lane, "api_key": key, "base_url": f"{self.url}/v1"}
 
-    def _guarded(self, handler: Handler) -> Handler:
+    def guarded(self, handler: Handler) -> Handler:
+        """Make a handler ask for the service key."""
+
         async def guarded(request: web.Request) -> web.StreamResponse:
             if not hmac.compare_digest(bearer(request).encode(), self._service_key.encode()):
                 raise ProtocolError(

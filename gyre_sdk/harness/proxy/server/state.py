@@ -115,6 +115,10 @@ class Registry:
         """Runs in memory."""
         return list(self._runs.values())
 
+    def calls_in_flight(self) -> int:
+        """Return how many calls are in flight."""
+        return sum(len(run.live) for run in self._runs.values())
+
     def open_run(self, state: RunState) -> None:
         """Keep a run that was just opened."""
         self._runs[state.run] = state
