@@ -1,8 +1,8 @@
 """What every protocol's request becomes: canonical messages, tools and sampling, and when two messages are the same.
 
-Identity follows one rule: what the model can see decides, what it cannot see does not. So unknown keys, nulls, the
-form of content (string or parts), key order and spacing in tool arguments and the ids of tool calls are ignored;
-roles, text, tool names and argument values are not.
+Identity follows one rule: what the model can see decides, what it cannot see does not (but see `Message.sealed`). So
+unknown keys, nulls, the form of content (string or parts), key order and spacing in tool arguments and the ids of tool
+calls are ignored; roles, text, tool names and argument values are not.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """For role `tool`: the call that this is the result of."""
     extra: dict[str, Any] = {}
     """Keys that gyre does not know, as sent; recorded, never shown to the model, never part of identity."""
+    sealed: tuple[str, ...] = ()
+    """Digests of what the message holds that no model can be shown (encrypted thinking): part of identity, because
+    an answer that was sampled here holds none."""
 
 
 class ToolChoice(StrEnum):
@@ -142,7 +145,7 @@ def identity(message: Message) -> bytes:
         calls = [[call.name, same_arguments(call.arguments)] for call in message.tool_calls]
     else:
         content, calls = message.content, []
-    return _digest(msgspec.json.encode([message.role, content, calls]))
+    return _digest(msgspec.json.encode([message.role, content, calls, *message.sealed]))
 
 
 def same_arguments(text: str) -> str:

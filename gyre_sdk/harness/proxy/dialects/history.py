@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -229,7 +230,7 @@ def _path(node: _Node | None) -> list[Message]:
 
 def _restore(old: Message, new: Message) -> Message:
     """Return the recorded form of a message; what was recorded wins, what the agent added stays on record."""
-    return Message(old.role, old.content, old.reasoning, old.tool_calls, new.tool_call_id, new.extra)
+    return msgspec.structs.replace(old, tool_call_id=new.tool_call_id, extra=new.extra)
 
 
 def _common(left: Ids, right: Ids) -> int:
