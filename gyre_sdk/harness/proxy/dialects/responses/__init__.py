@@ -74,4 +74,4 @@ class Responses(Dialect):
         return _encode({"error": error_object(error)})
 
 
-__all__ = ["Earlier", "Responses", "complete", "from_fields", "needs", "response_id"]
+__all__ = ["Choice", "Earlier", "Responses", "complete", "from_fields", "needs", "response_id"]

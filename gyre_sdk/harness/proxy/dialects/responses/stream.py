@@ -88,14 +88,13 @@ class ResponseStream(AnswerStream):
 
     def error(self, error: ProtocolError) -> bytes:
         """See `AnswerStream.error`. Clients look for one of two events; both are given."""
-        if not self._events:
-            self._out.append(self.start(0))
+        head = b"" if self._events else self.start(0)
         found = error_object(error)
         flat = {key: found[key] for key in ("code", "message", "param")}
         self._emit("error", **flat, error=found)
         response = response_object(self._request, self._name, self._at, "failed", self._items, error=error)
         self._emit("response.failed", response=response)
-        return self._flush()
+        return head + self._flush()
 
     # -- items -------------------------------------------------------------------------------------------------------
 
