@@ -92,6 +92,11 @@ class ScriptedEngine:
         self.log: list[Generation] = []
         self.aborts: list[str] = []
         self.healthy = True
+        self.checks = 0
+        self.mute = threading.Event()
+        """While set, health checks get no answer."""
+        self.paused: bool | None = None
+        """What `/is_paused` says; None for an engine that has no such route."""
         self.url = ""
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
@@ -118,6 +123,7 @@ class ScriptedEngine:
                 web.post("/inference/v1/generate", self._generate),
                 web.post("/inference/v1/abort_requests", self._abort),
                 web.get("/health", self._health),
+                web.get("/is_paused", self._is_paused),
             ]
         )
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.05)
@@ -130,7 +136,15 @@ class ScriptedEngine:
         await runner.cleanup()
 
     async def _health(self, request: web.Request) -> web.Response:
+        self.checks += 1
+        while self.mute.is_set():  # noqa: ASYNC110  set by another thread
+            await asyncio.sleep(0.01)
         return web.Response(status=200 if self.healthy else 503)
+
+    async def _is_paused(self, request: web.Request) -> web.Response:
+        if self.paused is None:
+            return web.Response(status=404)
+        return web.json_response({"is_paused": self.paused})
 
     async def _abort(self, request: web.Request) -> web.Response:
         self.aborts += (await request.json())["request_ids"]
@@ -172,7 +186,9 @@ class ScriptedEngine:
                     if isinstance(until, float | int):
                         await asyncio.sleep(until)
                     else:
-                        await asyncio.to_thread(until.wait, 30)
+                        async with asyncio.timeout(30):
+                            while not until.is_set():  # noqa: ASYNC110  set by another thread
+                                await asyncio.sleep(0.005)
                 case Error(message):
                     yield b"data: " + json.dumps({"error": {"message": message, "code": 500}}).encode() + b"\n\n"
                 case Hangup():

@@ -169,7 +169,7 @@ class Fleet:
             probe.add_done_callback(lambda _: self._probes.pop(url, None))
 
     async def _probe(self, url: str, patient: bool) -> None:
-        health = await self._health(url, 2.0 if patient else _TIMEOUT)
+        health = await self.health(url, 2.0 if patient else _TIMEOUT)
         if health is None:
             return
         changed = self.routes.mark(url, health)
@@ -180,8 +180,11 @@ class Fleet:
         elif changed:
             self._wake()
 
-    async def _health(self, url: str, timeout: float) -> Health | None:
-        """Ask until it is clear; None when the answers say nothing."""
+    async def health(self, url: str, timeout: float) -> Health | None:
+        """Ask a replica until it is clear how it is; None when the answers say nothing.
+
+        A timeout longer than that of a silent replica is waited for once.
+        """
         loop = asyncio.get_running_loop()
         misses = 0
         while True:
