@@ -48,9 +48,10 @@ def check_grammar(events: Sequence[dict[str, Any]]) -> None:
     _demand(bool(stream) and events[0]["type"] == "message_start", "message_start does not come first")
     message = stream[0]["message"]
     _demand(message["role"] == "assistant", "message_start is not the assistant's")
-    if message["content"] == []:  # else it repeats what a provider's own program did
-        _demand(message["stop_reason"] is None, "a stop reason at the start")
-        _demand(message["usage"]["input_tokens"] > 0, "no input tokens at the start")
+    if message["content"]:  # a step of a program that the provider runs: said at once
+        return _demand([event["type"] for event in stream[1:]] == ["message_stop"], "a whole message goes on")
+    _demand(message["stop_reason"] is None, "a stop reason at the start")
+    _demand(message["usage"]["input_tokens"] > 0, "no input tokens at the start")
     ends = [event for event in stream if event["type"] == "message_delta"]
     at, index = 1, 0
     while stream[at : at + 1] and stream[at]["type"] == "content_block_start":
