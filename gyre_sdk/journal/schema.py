@@ -1,7 +1,16 @@
 """The tables of a store and how a file is opened.
 
-`application_id` marks a gyre store, `user_version` its format. Ids of tokens are little-endian int32 blobs,
-log-probs float32 blobs (NaN where the engine gave none).
+`application_id` marks a gyre store, `user_version` its format. `blobs.py` says how ids and log-probs are written.
+
+* A prompt, the digests of a call's messages and those of its raw items are stored as what they add to the parent
+  call's: `*shared` leading items, then the rest.
+* `message` finds a body by digest: `size` bytes from `start` on in a `pack`, the zstd frame of all bodies that one
+  write brought. Answers, sampling parameters and large parts of requests are bodies too.
+* `prompt` and `sampled` are written once per call, in tables of their own: a change of a call's state then rewrites
+  little, and the pages of large rows stay full. Sampled tokens of an open call are in `chunk`.
+* Ids of prompts are compressed after the tokens of their path before them, from `context_start` on, as a dictionary.
+* `prompt_crc` is the CRC-32 of the prompt's ids from `context_start(shared)` on, `sampled_crc` that of the sampled ids
+  followed by their log-probs, both as little-endian 32-bit numbers.
 """
 
 from __future__ import annotations
@@ -13,25 +22,31 @@ from typing import Literal
 from gyre_sdk.errors import JournalError
 
 APPLICATION_ID = 0x67797265  # "gyre"
-FORMAT = 1
+FORMAT = 2
+STORE_NAME = "gyre.db"
+"""File of a store that is given as a directory."""
 
 _TABLES = """
 CREATE TABLE run (
   seq INTEGER PRIMARY KEY AUTOINCREMENT, run TEXT NOT NULL UNIQUE, task TEXT NOT NULL, grp TEXT, member INTEGER NOT NULL,
   dispatch_version INTEGER NOT NULL, status TEXT NOT NULL, created_at REAL NOT NULL, ended_at REAL, reward REAL,
-  placeholder INTEGER NOT NULL, parts BLOB NOT NULL, error TEXT, owner TEXT NOT NULL, metadata BLOB NOT NULL);
+  placeholder INTEGER NOT NULL, parts BLOB NOT NULL, error TEXT, owner TEXT NOT NULL, metadata BLOB NOT NULL, spent TEXT);
 CREATE INDEX run_group ON run(grp);
 CREATE TABLE lane (
   seq INTEGER PRIMARY KEY AUTOINCREMENT, lane TEXT NOT NULL UNIQUE, run TEXT NOT NULL REFERENCES run(run), role TEXT NOT NULL,
-  name TEXT NOT NULL, parent TEXT, key_digest TEXT NOT NULL UNIQUE, created_at REAL NOT NULL);
+  name TEXT NOT NULL, parent TEXT, key_digest TEXT NOT NULL UNIQUE, created_at REAL NOT NULL,
+  parent_call TEXT);
 CREATE INDEX lane_run ON lane(run);
 CREATE TABLE call (
   seq INTEGER PRIMARY KEY AUTOINCREMENT, call TEXT NOT NULL UNIQUE, run TEXT NOT NULL REFERENCES run(run), lane TEXT NOT NULL,
   role TEXT NOT NULL, status TEXT NOT NULL, parent TEXT, fork_reason TEXT, shared INTEGER NOT NULL,
-  prompt_delta BLOB NOT NULL, prompt_len INTEGER NOT NULL, sampled BLOB NOT NULL, logprobs BLOB NOT NULL,
-  versions BLOB NOT NULL, sampling BLOB NOT NULL, request BLOB NOT NULL, messages BLOB NOT NULL, answer BLOB,
+  prompt_len INTEGER NOT NULL, prompt_crc INTEGER NOT NULL, sampled_len INTEGER NOT NULL, sampled_crc INTEGER NOT NULL,
+  versions BLOB NOT NULL, sampling BLOB NOT NULL, request BLOB NOT NULL,
+  messages_shared INTEGER NOT NULL, messages BLOB NOT NULL, raw_shared INTEGER NOT NULL, raw BLOB NOT NULL, answer BLOB,
   finish_reason TEXT, received_at REAL NOT NULL, ended_at REAL, error TEXT);
 CREATE INDEX call_run ON call(run, seq);
+CREATE TABLE prompt (seq INTEGER PRIMARY KEY REFERENCES call(seq), ids BLOB NOT NULL);
+CREATE TABLE sampled (seq INTEGER PRIMARY KEY REFERENCES call(seq), ids BLOB NOT NULL, logprobs BLOB NOT NULL);
 CREATE TABLE chunk (
   call TEXT NOT NULL, start INTEGER NOT NULL, ids BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL,
   PRIMARY KEY (call, start)) WITHOUT ROWID;
@@ -39,11 +54,31 @@ CREATE TABLE attempt (
   call TEXT NOT NULL, number INTEGER NOT NULL, replica TEXT NOT NULL, request_id TEXT NOT NULL,
   tokens_from INTEGER NOT NULL, tokens_to INTEGER NOT NULL, end TEXT NOT NULL, lost BLOB NOT NULL,
   PRIMARY KEY (call, number)) WITHOUT ROWID;
-CREATE TABLE message (digest BLOB PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE pack (
+  pack INTEGER PRIMARY KEY AUTOINCREMENT, base INTEGER REFERENCES pack(pack), depth INTEGER NOT NULL, body BLOB NOT NULL);
+CREATE TABLE message (
+  digest BLOB PRIMARY KEY, pack INTEGER NOT NULL REFERENCES pack(pack), start INTEGER NOT NULL, size INTEGER NOT NULL)
+  WITHOUT ROWID;
 CREATE TABLE entry (
   seq INTEGER PRIMARY KEY AUTOINCREMENT, stream TEXT NOT NULL, kind TEXT NOT NULL, at REAL NOT NULL, body BLOB NOT NULL);
 CREATE INDEX entry_stream ON entry(stream, seq);
 """
+
+
+def store_file(path: Path | str) -> Path:
+    """Return the file of a store: `gyre.db` in a directory, else the path itself.
+
+    A path that does not exist means a directory when it has no suffix.
+    """
+    path = Path(path)
+    if path.is_dir() or not (path.suffix or path.exists()):
+        return path / STORE_NAME
+    return path
+
+
+def context_start(shared: int) -> int:
+    """Return the first of the tokens before `shared` that new ids are compressed after and a checksum covers."""
+    return max(0, shared - 512)
 
 
 def connect(path: Path, mode: Literal["r", "rw"]) -> sqlite3.Connection:
@@ -105,5 +140,5 @@ def _check_format(connection: sqlite3.Connection, path: Path) -> None:
     if found != FORMAT:
         connection.close()
         raise JournalError(
-            f"store {path} has format {found}, this gyre reads format {FORMAT}; use the gyre that wrote it"
+            f"store {path} has format {found}, this gyre reads format {FORMAT}; use the gyre that wrote it, or record into a new one"
         )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sqlite3
 import zlib
-from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -16,15 +15,17 @@ from typing import Any, Literal, Self
 import msgspec
 
 from gyre_sdk.errors import JournalError
+from gyre_sdk.journal.blobs import as_ids, as_logprobs, ids_blob, logprobs_blob
+from gyre_sdk.journal.bodies import Fresh, KnownBodies, Packer, compress_early
+from gyre_sdk.journal.digests import ItemCache, Items
 from gyre_sdk.journal.reader import Reader
-from gyre_sdk.journal.schema import connect
-from gyre_sdk.journal.values import CallIntent, TokenChunk, ids_blob, logprobs_blob, message_body
+from gyre_sdk.journal.schema import connect, context_start
+from gyre_sdk.journal.values import CallIntent, TokenChunk
 from gyre_sdk.journal.writer import Writer
 from gyre_sdk.records import AttemptRecord, CallId, CallStatus, LaneRecord, RunId, RunRecord, RunStatus
 
-_pack = msgspec.msgpack.encode
-_KNOWN = 100_000
-"""Digests of messages to keep in mind."""
+_pack = msgspec.msgpack.Encoder().encode
+_SPENT = (RunStatus.TIMED_OUT, RunStatus.LIMIT)
 
 
 class Journal(Reader):
@@ -37,8 +38,11 @@ class Journal(Reader):
 
     def __init__(self, path: Path | str, mode: Literal["r", "rw"] = "rw") -> None:
         super().__init__(path, mode)
-        self._writer = Writer(connect(self.path, "rw"), self.path.name) if mode == "rw" else None
-        self._known: dict[bytes, None] = {}
+        self._bodies = KnownBodies()
+        self._packer = Packer()
+        self._items = ItemCache()
+        """The writer's thread alone uses these two."""
+        self._writer = Writer(connect(self.path, "rw"), self.path.name, self._forget) if mode == "rw" else None
 
     def __enter__(self) -> Self:
         return self
@@ -118,13 +122,37 @@ class Journal(Reader):
             raise JournalError(f"run {run}: running is not a terminal state")
         return self._submit(write)
 
+    def spend_run(self, run: RunId, status: RunStatus, reason: str) -> Future[None]:
+        """Record that a budget of an open run ran out, and which; the first one stays.
+
+        Args:
+            run: whose budget it was.
+            status: what the run will end as: `timed_out` or `limit`.
+            reason: which budget, with its figure.
+        """
+
+        def write(db: sqlite3.Connection) -> None:
+            found = db.execute("UPDATE run SET spent=coalesce(spent, ?) WHERE run=?", (f"{status} {reason}", run))
+            if not found.rowcount:
+                raise JournalError(f"run {run} is not in the store")
+
+        if status not in _SPENT:
+            raise JournalError(f"run {run}: a budget that ran out ends a run as timed_out or limit, not as {status}")
+        return self._submit(write)
+
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def call_received(self, intent: CallIntent) -> Future[None]:
         """Record a call before it is dispatched."""
-        delta = ids_blob(intent.prompt_ids[intent.shared :] if intent.parent else intent.prompt_ids)
-        messages = [message_body(message) for message in intent.messages]
-        fresh = {digest: zlib.compress(body, 1) for digest, body in messages if digest not in self._known}
+        shared = intent.shared if intent.parent else 0
+        start = context_start(shared)
+        ids = as_ids(intent.prompt_ids[start:])
+        fresh: Fresh = {}
+        items = Items(
+            self._bodies.digests(intent.messages, fresh),
+            self._bodies.digests(intent.raw, fresh),
+        )
+        request = self._bodies.request(intent.request, fresh)
         values = (
             intent.call,
             intent.run,
@@ -133,30 +161,25 @@ class Journal(Reader):
             CallStatus.RECEIVED,
             intent.parent,
             intent.fork_reason,
-            intent.shared if intent.parent else 0,
-            delta,
+            shared,
             len(intent.prompt_ids),
-            b"",
-            b"",
-            _pack([]),
-            _pack(intent.sampling),
-            _pack(intent.request),
-            _pack([digest for digest, _ in messages]),
+            zlib.crc32(ids.tobytes()),
+            self._bodies.packed(intent.sampling, fresh),
+            request,
             intent.received_at,
         )
+        early = compress_early(fresh)
+        prompt = ids_blob(ids[shared - start :], ids[: shared - start])
 
         def write(db: sqlite3.Connection) -> None:
-            if fresh:
-                db.executemany("INSERT OR IGNORE INTO message VALUES (?,?)", fresh.items())
-            db.execute(
-                "INSERT INTO call (call, run, lane, role, status, parent, fork_reason, shared, prompt_delta, prompt_len, sampled,"
-                " logprobs, versions, sampling, request, messages, received_at) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
-                values,
-            )
+            base = self._packer.insert(db, intent.run, fresh, early) if fresh else None
+            delta, known = self._items.delta(lambda *ask: db.execute(*ask).fetchall(), intent.parent, items)
+            row = db.execute(_INSERT_CALL, values + delta).lastrowid
+            db.execute("INSERT INTO prompt VALUES (?,?)", (row, prompt))
+            self._items.keep(intent.call, known)
+            self._packer.keep(intent.run, base)
 
-        future = self._submit(write)
-        future.add_done_callback(lambda done: self._remember(fresh) if done.exception() is None else None)
-        return future
+        return self._submit_bodies(write, fresh)
 
     def call_dispatched(self, attempt: AttemptRecord) -> Future[None]:
         """Record that an engine request for a call is about to be made."""
@@ -169,12 +192,10 @@ class Journal(Reader):
 
     def tokens_sampled(self, call: CallId, chunk: TokenChunk) -> Future[None]:
         """Append sampled tokens of an open call."""
+        row = _chunk_row(call, chunk)
 
         def write(db: sqlite3.Connection) -> None:
-            db.execute(
-                "INSERT INTO chunk VALUES (?,?,?,?,?)",
-                (call, chunk.start, ids_blob(chunk.ids), logprobs_blob(chunk.logprobs), _pack(chunk.versions)),
-            )
+            db.execute(_INSERT_CHUNK, row)
             db.execute("UPDATE call SET status=? WHERE call=?", (CallStatus.STREAMING, call))
 
         return self._submit(write)
@@ -192,10 +213,7 @@ class Journal(Reader):
             if lost is not None:
                 db.execute("DELETE FROM chunk WHERE call=?", (attempt.call,))
             if kept is not None:
-                db.execute(
-                    "INSERT INTO chunk VALUES (?,?,?,?,?)",
-                    (attempt.call, kept.start, ids_blob(kept.ids), logprobs_blob(kept.logprobs), _pack(kept.versions)),
-                )
+                db.execute(_INSERT_CHUNK, _chunk_row(attempt.call, kept))
 
         return self._submit(write)
 
@@ -211,27 +229,38 @@ class Journal(Reader):
         error: str | None = None,
     ) -> Future[None]:
         """Record the whole answer of a call: `sampled` starts at 0 and holds every sampled token."""
+        ids, logprobs = as_ids(sampled.ids), as_logprobs(sampled.logprobs)
+        fresh: Fresh = {}
         values = (
             status,
-            ids_blob(sampled.ids),
-            logprobs_blob(sampled.logprobs),
+            len(ids),
+            zlib.crc32(logprobs.tobytes(), zlib.crc32(ids.tobytes())),
             _pack(sampled.versions),
             finish_reason,
             at,
             error,
-            msgspec.json.encode(answer) if answer is not None else None,
+            self._bodies.digest(answer, fresh) if answer is not None else None,
             call,
         )
+        tokens = (ids_blob(ids), logprobs_blob(logprobs), call)
+        early = compress_early(fresh)
 
         def write(db: sqlite3.Connection) -> None:
+            base = None
+            if fresh:
+                run = db.execute("SELECT run FROM call WHERE call=?", (call,)).fetchone()
+                base = self._packer.insert(db, run[0] if run else "", fresh, early)
             db.execute(
-                "UPDATE call SET status=?, sampled=?, logprobs=?, versions=?, finish_reason=?, ended_at=?, error=?, answer=?"
-                " WHERE call=?",
+                "UPDATE call SET status=?, sampled_len=?, sampled_crc=?, versions=?,"
+                " finish_reason=?, ended_at=?, error=?, answer=? WHERE call=?",
                 values,
             )
+            db.execute("INSERT OR REPLACE INTO sampled SELECT seq, ?, ? FROM call WHERE call=?", tokens)
             db.execute("DELETE FROM chunk WHERE call=?", (call,))
+            if base is not None:
+                self._packer.keep(run[0] if run else "", base)
 
-        return self._submit(write)
+        return self._submit_bodies(write, fresh)
 
     def call_delivered(self, call: CallId) -> Future[None]:
         """Record that the end of a call's answer reached the agent's connection."""
@@ -249,12 +278,6 @@ class Journal(Reader):
 
         return self._submit(write)
 
-    def _remember(self, digests: Iterable[bytes]) -> None:
-        """Keep in mind which messages are durable, so that a history is not compressed again for each call."""
-        if len(self._known) > _KNOWN:
-            self._known = {}
-        self._known.update(dict.fromkeys(digests))
-
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _submit(self, operation: Any) -> Future[Any]:
@@ -262,11 +285,41 @@ class Journal(Reader):
             raise JournalError(f"store {self.path} is open for reading only")
         return self._writer.submit(operation)
 
+    def _submit_bodies(self, operation: Any, fresh: Fresh) -> Future[Any]:
+        """Submit a write that brings bodies; they are known once it is durable."""
+        future = self._submit(operation)
+        if fresh:
+            future.add_done_callback(lambda done: self._bodies.add(fresh) if done.exception() is None else None)
+        return future
+
+    def _forget(self) -> None:
+        """Forget what was derived from writes that were rolled back."""
+        self._packer.forget()
+        self._items.forget()
+
+
+_INSERT_CALL = (
+    "INSERT INTO call (call, run, lane, role, status, parent, fork_reason, shared, prompt_len, prompt_crc, sampling, request,"
+    " received_at, messages_shared, messages, raw_shared, raw, sampled_len, sampled_crc, versions)"
+    " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,0,0,x'90')"
+)
+_INSERT_CHUNK = "INSERT INTO chunk VALUES (?,?,?,?,?)"
+
+
+def _chunk_row(call: CallId, chunk: TokenChunk) -> tuple[Any, ...]:
+    return (
+        call,
+        chunk.start,
+        ids_blob(as_ids(chunk.ids)),
+        logprobs_blob(as_logprobs(chunk.logprobs)),
+        _pack(chunk.versions),
+    )
+
 
 def _insert_lane(db: sqlite3.Connection, lane: LaneRecord, key_digest: str) -> None:
     db.execute(
-        "INSERT INTO lane (lane, run, role, name, parent, key_digest, created_at) VALUES (?,?,?,?,?,?,?)",
-        (lane.lane, lane.run, lane.role, lane.name, lane.parent, key_digest, lane.created_at),
+        "INSERT INTO lane (lane, run, role, name, parent, key_digest, created_at, parent_call) VALUES (?,?,?,?,?,?,?,?)",
+        (lane.lane, lane.run, lane.role, lane.name, lane.parent, key_digest, lane.created_at, lane.parent_call),
     )
 
 

@@ -1,15 +1,10 @@
-"""What goes into and comes out of the store beside the records, and how ids become bytes."""
+"""What goes into and comes out of the store beside the records."""
 
 from __future__ import annotations
 
-import hashlib
-import math
-import zlib
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from gyre_sdk.records import CallId, CallStatus, ForkReason, LaneId, RunId, Sampling, VersionSpan
 
@@ -32,6 +27,8 @@ class CallIntent(msgspec.Struct, frozen=True):
     messages: list[dict[str, Any]]
     """Canonical messages, in order."""
     received_at: float
+    raw: list[Any] = []
+    """The agent's own items (messages, system texts, input items) as sent, in order: any JSON values."""
 
 
 class TokenChunk(msgspec.Struct, frozen=True):
@@ -63,7 +60,10 @@ class CallSummary(msgspec.Struct, frozen=True):
 
 
 class RecordedExchange(msgspec.Struct, frozen=True):
-    """A call's request and answer as messages, to match later requests against."""
+    """A call's request and answer as messages, to match later requests against.
+
+    Exchanges that are read together share the objects of messages that they have in common: do not change them.
+    """
 
     call: CallId
     lane: LaneId
@@ -73,6 +73,13 @@ class RecordedExchange(msgspec.Struct, frozen=True):
     messages: list[dict[str, Any]]
     answer: dict[str, Any] | None
     """The assistant message that the agent was given; None while there is none."""
+    raw: list[Any] = []
+    """The agent's own items as sent."""
+
+    @property
+    def hosted(self) -> bool:
+        """Whether a hosted model answered: there are no token ids then."""
+        return self.request.get("hosted") is True
 
 
 class StoreTotals(msgspec.Struct, frozen=True):
@@ -93,36 +100,3 @@ class Entry(msgspec.Struct, frozen=True):
     kind: str
     at: float
     body: bytes
-
-
-def ids_blob(ids: Sequence[int]) -> bytes:
-    """Return ids as little-endian int32 bytes."""
-    return np.asarray(ids, dtype="<i4").tobytes()
-
-
-def blob_ids(blob: bytes) -> list[int]:
-    """Return the ids of a blob."""
-    ids: list[int] = np.frombuffer(blob, dtype="<i4").tolist()
-    return ids
-
-
-def logprobs_blob(logprobs: Sequence[float | None]) -> bytes:
-    """Return log-probs as float32 bytes, NaN for None."""
-    return np.asarray([math.nan if value is None else value for value in logprobs], dtype="<f4").tobytes()
-
-
-def blob_logprobs(blob: bytes) -> list[float | None]:
-    """Return the log-probs of a blob, None for NaN."""
-    return [None if math.isnan(value) else value for value in np.frombuffer(blob, dtype="<f4").tolist()]
-
-
-def message_body(message: dict[str, Any]) -> tuple[bytes, bytes]:
-    """Return the digest and the body of a message."""
-    body = msgspec.json.encode(message, order="sorted")
-    return hashlib.blake2b(body, digest_size=16).digest(), body
-
-
-def row_message(body: bytes) -> dict[str, Any]:
-    """Return the message of a row."""
-    message: dict[str, Any] = msgspec.json.decode(zlib.decompress(body))
-    return message
