@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
@@ -24,6 +25,18 @@ KEEP = {"thinking_retention": "all"}
 
 def marks(template: Template, *texts: str) -> list[int]:
     return [template.tokenizer.convert_tokens_to_ids(text) for text in texts]
+
+
+def bridge(
+    template: Template,
+    prompt: list[int],
+    sampled: list[int],
+    new: list[Message],
+    tools: list[dict[str, Any]] | None = None,
+) -> list[int] | None:
+    whole = np.array(prompt + sampled, dtype=np.int32)
+    found = template.bridge(whole, len(prompt), new, tools or [])
+    return None if found is None else found.tolist()
 
 
 @pytest.fixture(params=["model", "qwen3"])
@@ -57,7 +70,7 @@ def test_a_bridge_keeps_ids(template: Template) -> None:
     end = marks(template, "<|im_end|>")
     letters = [token for letter in "water" for token in template.tokenizer.encode(letter)]
     assert letters != template.tokenizer.encode("water")
-    bridged = template.bridge(prompt, letters + end, [Message("user", "go")], [TOOL])
+    bridged = bridge(template, prompt, letters + end, [Message("user", "go")], [TOOL])
     assert bridged is not None
     assert bridged[: len(prompt) + 6] == prompt + letters + end
     tail = template.text(bridged[len(prompt) + 6 :])
@@ -66,7 +79,7 @@ def test_a_bridge_keeps_ids(template: Template) -> None:
 
 def test_a_cut_answer_is_closed_unsampled(template: Template) -> None:
     prompt, cut = template.render([USER], []), template.tokenizer.encode("wat")
-    bridged = template.bridge(prompt, cut, [Message("user", "go")], [])
+    bridged = bridge(template, prompt, cut, [Message("user", "go")])
     assert bridged is not None
     assert bridged[: len(prompt + cut) + 1] == prompt + cut + marks(template, "<|im_end|>")
 
@@ -75,7 +88,7 @@ def test_tool_results_share_one_turn(template: Template) -> None:
     """Two results in a row do not open a turn each (slime#2263)."""
     prompt = template.render([USER], [TOOL])
     end = marks(template, "<|im_end|>")
-    bridged = template.bridge(prompt, end, [Message("tool", "A"), Message("tool", "B")], [TOOL])
+    bridged = bridge(template, prompt, end, [Message("tool", "A"), Message("tool", "B")], [TOOL])
     assert bridged is not None
     assert template.text(bridged[len(prompt) :]).count("<|im_start|>user") == 1
 

@@ -6,6 +6,9 @@ continues; tokens decide. The trie never changes ids, and nothing here decides w
 Rules for a match: the longest recorded prefix wins; among equal ones an answer of the same lane, then the newest.
 An assistant message sent back without its reasoning matches when asked to be `lenient` (history = bridge), else only
 as it was.
+
+Costs per request: a message that is sent again as it was is compared, not hashed; of the recorded tokens each is
+compared with the prompt at most once, however many calls hold it.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ class Recorded:
     whole: Ids
     """Prompt + sampled ids. Calls of one chain share one buffer, so a chain of T tokens takes O(T) memory."""
     parent: Recorded | None
+    shared: int
+    """Leading ids that it shares with its parent's `whole`, at least."""
     extends: bool
     """Whether its prompt begins with all of its parent's `whole`."""
     extended: bool = False
@@ -46,6 +51,10 @@ class _Node:
     message: Message | None
     parent: _Node | None
     depth: int
+    key: bytes = b""
+    """Identity of its message."""
+    newest: _Node | None = None
+    """The child that was found last: likely the next one too."""
     children: dict[bytes, list[_Node]] = field(default_factory=dict)
     answers: list[Recorded] = field(default_factory=list)
 
@@ -82,7 +91,8 @@ class History:
     def __init__(self) -> None:
         self._roots: dict[bytes, _Node] = {}
         self._calls: dict[str, Recorded] = {}
-        self._last: dict[str, tuple[bytes, tuple[Message, ...]]] = {}
+        self._last: dict[str, dict[bytes, tuple[Message, ...]]] = {}
+        """By lane: the last request with each list of tools, the newest last."""
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -107,11 +117,10 @@ class History:
         ends = [(answer.lane == lane, answer.order, answer, node) for node in best for answer in node.answers]
         recorded, end = max(ends, key=lambda item: item[:2])[2:] if ends else (None, None)
         known = _path(end if end is not None else max(deepest, key=_newest) if deepest else None)
-        restored = tuple(_restore(old, new) for old, new in zip(known, messages, strict=False))
         return Match(
             recorded,
             end.depth if end is not None else 0,
-            restored + tuple(messages[len(restored) :]),
+            _restored(known, messages),
             deepest[0].depth if deepest else 0,
         )
 
@@ -137,14 +146,16 @@ class History:
             raise TreeError(f"call {call} shares {shared} tokens with call {parent}, which does not have them")
         whole = np.concatenate([np.asarray(prompt_ids, np.int32), np.asarray(sampled_ids, np.int32)])
         extends = above is not None and shared == len(above.whole)
-        record = Recorded(call, lane, len(self._calls), len(prompt_ids), whole, above, extends)
+        record = Recorded(call, lane, len(self._calls), len(prompt_ids), whole, above, shared, extends)
         self._calls[call] = record
         key = tools_identity(tools)
         node = self._roots.setdefault(key, _Node(None, None, 0))
         for message in (*messages, answer):
             node = _descend(node, message)
         node.answers.append(record)
-        self._last[lane] = (key, tuple(messages))
+        seen = self._last.setdefault(lane, {})
+        seen.pop(key, None)
+        seen[key] = tuple(messages)
         while record.extends and record.parent is not None:
             record = record.parent
             record.extended = True
@@ -156,49 +167,90 @@ class History:
         tools: Sequence[dict[str, object]],
         messages: Sequence[Message],
         match: Match,
-        prompt_ids: Sequence[int],
+        prompt_ids: Sequence[int] | Ids,
     ) -> Origin:
-        """Return the recorded call that shares most with a prompt, and why the prompt forks from it if it does."""
+        """Return the recorded call that shares most with a prompt, and why the prompt forks from it if it does.
+
+        A prompt that continues its match with messages of others is that call's child. One that holds what the agent
+        wrote in the model's place may share more with another call: the one whose answer was edited.
+        """
         prompt = np.asarray(prompt_ids, dtype=np.int32)
-        if match.recorded is not None:
+        own_words = any(item.role == "assistant" for item in messages[match.consumed :])
+        if match.recorded is not None and not own_words:
             shared = _common(match.recorded.whole, prompt)
             if shared == len(match.recorded.whole):
                 return Origin(match.recorded, shared, None, prompt)
-        elif lane not in self._last:
+        elif match.recorded is None and lane not in self._last:
             return Origin(None, 0, None, prompt)
-        leaves = [record for record in list(self._calls.values()) if not record.extended]
-        scored = [(_common(record.whole, prompt), record.lane == lane, record.order, record) for record in leaves]
-        if not scored:
+        shared, nearest = self._nearest(lane, prompt)
+        if nearest is None:
             return Origin(None, 0, None, prompt)
-        shared, *_, nearest = max(scored, key=lambda item: item[:3])
-        while nearest.extends and nearest.parent is not None and len(nearest.parent.whole) >= shared:
-            nearest = nearest.parent
         if shared == len(nearest.whole):
             return Origin(nearest, shared, None, prompt)
-        return Origin(nearest, shared, self._why(lane, tools, messages, match), prompt)
+        return Origin(nearest, shared, self._why(lane, tools, messages, match, own_words), prompt)
+
+    def _nearest(self, lane: str, prompt: Ids) -> tuple[int, Recorded | None]:
+        """Return the call that shares most leading tokens with a prompt; its own lane's, then the newest, wins a tie."""
+        common: dict[str, int] = {}
+        best: tuple[int, bool, int] = (-1, False, 0)
+        nearest: Recorded | None = None
+        for record in list(self._calls.values()):
+            start = 0
+            if record.parent is not None:
+                start = record.shared
+                above = common[record.parent.call]
+            if record.parent is not None and above < start:
+                common[record.call] = above
+            else:
+                common[record.call] = start + _common(record.whole[start:], prompt[start:])
+            rank = (common[record.call], record.lane == lane, record.order)
+            if not record.extended and rank > best:
+                best, nearest = rank, record
+        if nearest is None:
+            return 0, None
+        shared = best[0]
+        while nearest.extends and nearest.parent is not None and len(nearest.parent.whole) >= shared:
+            nearest = nearest.parent
+        return shared, nearest
 
     def _why(
-        self, lane: str, tools: Sequence[dict[str, object]], messages: Sequence[Message], match: Match
+        self,
+        lane: str,
+        tools: Sequence[dict[str, object]],
+        messages: Sequence[Message],
+        match: Match,
+        own_words: bool,
     ) -> ForkReason:
-        key, before = self._last.get(lane, (tools_identity(tools), ()))
-        if match.recorded is not None and not any(item.role == "assistant" for item in messages[match.consumed :]):
+        key, known = tools_identity(tools), self._last.get(lane, {})
+        if match.recorded is not None and not own_words:
             return ForkReason.TEMPLATE
         if match.found == len(messages):
             return ForkReason.RETRY
-        if key != tools_identity(tools):
+        if known and key not in known:
             return ForkReason.TOOLS_CHANGED
+        before = known.get(key, ())
         if not before:
             return ForkReason.UNKNOWN
         systems = [[identity(item) for item in side if item.role == "system"][:1] for side in (before, messages)]
         if systems[0] != systems[1]:
             return ForkReason.SYSTEM_CHANGED
-        if len(messages) <= len(before) and messages[match.found].role != "assistant" and len(before) > 2:
+        if len(before) > 2 and len(messages) <= len(before) and _left_out(before, messages, match.found):
             return ForkReason.COMPACTION
         return ForkReason.CLIENT_EDIT
 
 
+def _left_out(before: Sequence[Message], messages: Sequence[Message], found: int) -> bool:
+    """Return whether messages go on with something other than the model's words, or with later ones of before."""
+    if messages[found].role != "assistant":
+        return True
+    later = {identity(item) for item in before[found + 1 :]}
+    return identity(messages[found]) in later
+
+
 def _steps(node: _Node, message: Message, lenient: bool) -> list[_Node]:
-    children = node.children.get(identity(message), [])
+    children = node.children.get(_key(node, message), [])
+    if len(children) == 1 and children[0].message == message:
+        return children
     reasoning, _ = split_thinking(message)
     exact = [child for child in children if child.message and split_thinking(child.message)[0] == reasoning]
     if exact or reasoning or not lenient or message.role != "assistant":
@@ -206,18 +258,27 @@ def _steps(node: _Node, message: Message, lenient: bool) -> list[_Node]:
     return children
 
 
+def _key(node: _Node, message: Message) -> bytes:
+    """Return a message's identity; one that the node's newest child has needs no hashing."""
+    likely = node.newest
+    return likely.key if likely is not None and likely.message == message else identity(message)
+
+
 def _newest(node: _Node) -> int:
     return max((answer.order for answer in node.answers), default=-1)
 
 
 def _descend(node: _Node, message: Message) -> _Node:
-    children = node.children.setdefault(identity(message), [])
+    key = _key(node, message)
+    children = node.children.setdefault(key, [])
     reasoning, _ = split_thinking(message)
     for child in children:
         if child.message is not None and split_thinking(child.message)[0] == reasoning:
+            node.newest = child
             return child
-    children.append(_Node(message, node, node.depth + 1))
-    return children[-1]
+    node.newest = _Node(message, node, node.depth + 1, key)
+    children.append(node.newest)
+    return node.newest
 
 
 def _path(node: _Node | None) -> list[Message]:
@@ -228,15 +289,36 @@ def _path(node: _Node | None) -> list[Message]:
     return found[::-1]
 
 
-def _restore(old: Message, new: Message) -> Message:
-    """Return the recorded form of a message; what was recorded wins, what the agent added stays on record."""
-    return msgspec.structs.replace(old, tool_call_id=new.tool_call_id, extra=new.extra)
+def _restored(known: Sequence[Message], messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return messages with the recorded ones in their recorded form.
+
+    What was recorded wins, what the agent added stays on record. Where the agent gave tool calls ids of its own, the
+    results that follow get the recorded ids back.
+    """
+    ids: dict[str, str] = {}
+    done: list[Message] = []
+    for place, message in enumerate(messages):
+        result = ids.get(message.tool_call_id, message.tool_call_id)
+        if place < len(known):
+            old = known[place]
+            ids |= {new.id: call.id for call, new in zip(old.tool_calls, message.tool_calls, strict=True) if new.id}
+            done.append(msgspec.structs.replace(old, tool_call_id=result, extra=message.extra))
+        elif result != message.tool_call_id:
+            done.append(msgspec.structs.replace(message, tool_call_id=result))
+        else:
+            done.append(message)
+    return tuple(done)
 
 
 def _common(left: Ids, right: Ids) -> int:
-    size = min(len(left), len(right))
-    same = left[:size] == right[:size]
-    return size if same.all() else int(np.argmin(same))
+    """Return how many leading ids are equal, looking little further than that."""
+    size, at, step = min(len(left), len(right)), 0, 256
+    while at < size:
+        same = left[at : min(at + step, size)] == right[at : min(at + step, size)]
+        if not same.all():
+            return at + int(np.argmin(same))
+        at, step = at + step, step * 4
+    return size
 
 
-__all__ = ["History", "Match", "Origin", "Recorded"]
+__all__ = ["History", "Ids", "Match", "Origin", "Recorded"]

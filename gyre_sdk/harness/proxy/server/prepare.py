@@ -161,14 +161,13 @@ def _continue(
 
 
 def _prompt(template: Template, request: ModelRequest, match: Match) -> list[int]:
+    past, new = match.messages[: match.consumed], match.messages[match.consumed :]
     try:
         if match.recorded is not None:
-            whole = match.recorded.whole.tolist()
-            cut = match.recorded.prompt_len
-            new = match.messages[match.consumed :]
-            bridged = template.bridge(whole[:cut], whole[cut:], new, request.tools) if new else None
-            if bridged is not None and bridged[: len(whole)] == whole:
-                return bridged
+            bridged = template.bridge(match.recorded.whole, match.recorded.prompt_len, new, request.tools, past)
+            if bridged is not None:
+                ids: list[int] = bridged.tolist()
+                return ids
         return template.render(match.messages, request.tools)
     except RenderError as error:
         raise ProtocolError(str(error), code="cannot_render", param="messages") from error
