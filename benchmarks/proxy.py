@@ -1,237 +1,153 @@
-"""What recording costs: calls through the proxy against calls straight to a scripted engine, in interleaved rounds.
+"""What recording costs: gyre's proxy, a bare pass-through and other recording proxies over one stub engine.
 
-    python benchmarks/proxy.py [--connections 32] [--calls 2000] [--rounds 3] [--tokens 32] [--turns 4]
+    python benchmarks/proxy.py [--peers] [--quick] [--only throughput,kill,latency,agents,growth]
 
-Engine, proxy and load generator are processes of their own. Prints one JSON object: medians over rounds of calls/s and
-p50 latency, CPU time per call of the proxy process, and the rate at which the disk syncs, which bounds serial calls.
+Engine, proxies and load generator are processes of their own. Every system is measured in every round; figures are medians
+over rounds, ratios are against systems of the same run. `--peers` installs the compared packages, pinned, each into an
+environment of its own under `~/.cache/gyre/bench`; a peer that cannot be installed or started is named in `problems`.
+Prints one JSON object, and a table on standard error.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import multiprocessing
 import os
-import statistics
+import sys
 import tempfile
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-from aiohttp import web
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from proxy import growth, sections, systems
+from proxy.model import make_model, texts
+from proxy.systems import BARE, OURS, PEER_TABLE
 
-_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-_PLAIN = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
-
-
-def make_model(folder: Path) -> Path:
-    """Write a tokenizer: bytes and Qwen3's control tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: at for at, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in _SPECIAL])
-    tokenizer.add_tokens([AddedToken(text, special=False) for text in _PLAIN])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
-
-
-def engine(pipe: Any, tokens: int, chunk: int, end: int) -> None:
-    """Serve `tokens` fixed tokens, `chunk` at a time, and a stop."""
-    ids = [(97 - 33) + at % 20 for at in range(tokens - 1)] + [end]
-
-    def event(part: list[int], last: bool) -> bytes:
-        choice = {
-            "index": 0,
-            "token_ids": part,
-            "logprobs": {"content": [{"token_id": i, "logprob": -1.5, "rank": 1, "top_logprobs": []} for i in part]},
-            "finish_reason": "stop" if last else None,
-            "stop_reason": None,
-            "weight_versions": [{"version": "1", "start": 0, "end": tokens}] if last else None,
-        }
-        return b"data: " + json.dumps({"request_id": "x", "choices": [choice]}).encode() + b"\n\n"
-
-    parts = [ids[at : at + chunk] for at in range(0, tokens, chunk)]
-    events = [event(part, part is parts[-1]) for part in parts]
-
-    async def generate(request: web.Request) -> web.StreamResponse:
-        await request.read()
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for item in events:
-            await response.write(item)
-        await response.write(b"data: [DONE]\n\n")
-        return response
-
-    async def health(request: web.Request) -> web.Response:
-        return web.Response()
-
-    async def serve() -> None:
-        app = web.Application()
-        app.add_routes([web.post("/inference/v1/generate", generate), web.get("/health", health)])
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        pipe.send(f"http://127.0.0.1:{runner.addresses[0][1]}")
-        await asyncio.Event().wait()
-
-    asyncio.run(serve())
-
-
-def proxy(pipe: Any, model: Path, store: Path, url: str, profile: str) -> None:
-    """Serve; answer `cpu` on the pipe with this process's CPU seconds."""
-    import threading
-
-    from gyre_sdk.harness.proxy.routing import ReplicaSpec
-    from gyre_sdk.harness.proxy.server import ProxyServer, ProxySettings
-
-    server = ProxyServer(ProxySettings(store=store, model=model, replicas=(ReplicaSpec(url, 1),), service_key="key"))
-
-    def answer() -> None:
-        while pipe.recv() == "cpu":
-            pipe.send(time.process_time())
-        server.stop()
-
-    def started(address: str) -> None:
-        pipe.send(address)
-        threading.Thread(target=answer, daemon=True).start()
-
-    if profile:
-        import cProfile
-
-        cProfile.runctx(
-            "asyncio.run(server.serve(started))", {"asyncio": asyncio}, {"server": server, "started": started}, profile
-        )
-    else:
-        asyncio.run(server.serve(started))
-
-
-async def direct(url: str, connections: int, calls: int, prompt: list[int]) -> list[float]:
-    """Ask the engine itself; give latencies."""
-    body = json.dumps({"token_ids": prompt, "sampling_params": {}, "stream": True}).encode()
-    times: list[float] = []
-
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-
-        async def agent() -> None:
-            for _ in range(calls // connections):
-                began = time.perf_counter()
-                async with session.post(f"{url}/inference/v1/generate", data=body) as answer:
-                    await answer.read()
-                times.append(time.perf_counter() - began)
-
-        async with asyncio.TaskGroup() as group:
-            for _ in range(connections):
-                group.create_task(agent())
-    return times
-
-
-async def recorded(url: str, connections: int, calls: int, turns: int, stream: bool) -> list[float]:
-    """Ask through the proxy, in runs of `turns` calls that build on each other; give latencies."""
-    times: list[float] = []
-    guard = {"Authorization": "Bearer key"}
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-
-        async def agent() -> None:
-            for _ in range(max(1, calls // connections // turns)):
-                async with session.post(f"{url}/gyre/v1/runs", json={"task": "bench"}, headers=guard) as answer:
-                    access = await answer.json()
-                headers = {"Authorization": f"Bearer {access['api_key']}", "Content-Type": "application/json"}
-                messages = [
-                    {"role": "system", "content": "You repair small programs. Answer with one command."},
-                    {"role": "user", "content": "The test in tests/test_parser.py fails. Find out why and repair it."},
-                ]
-                for turn in range(turns):
-                    body = json.dumps({"model": "policy", "messages": messages, "stream": stream}).encode()
-                    began = time.perf_counter()
-                    async with session.post(f"{url}/v1/chat/completions", data=body, headers=headers) as answer:
-                        said = await answer.read()
-                        assert answer.status == 200, said
-                    times.append(time.perf_counter() - began)
-                    if not stream:
-                        messages.append(json.loads(said)["choices"][0]["message"])
-                        messages.append({"role": "user", "content": f"Result {turn}: 3 passed, 1 failed"})
-                await session.post(
-                    f"{url}/gyre/v1/runs/{access['run']}/end", json={"status": "completed"}, headers=guard
-                )
-
-        async with asyncio.TaskGroup() as group:
-            for _ in range(connections):
-                group.create_task(agent())
-    return times
-
-
-def syncs_per_second(folder: Path) -> float:
-    """Append 4 KiB and fsync, for half a second."""
-    count, began = 0, time.perf_counter()
-    with (folder / "sync").open("wb") as file:
-        while time.perf_counter() - began < 0.5:
-            file.write(b"x" * 4096)
-            file.flush()
-            os.fsync(file.fileno())
-            count += 1
-    return count / (time.perf_counter() - began)
+_SECTIONS = ("throughput", "kill", "latency", "agents", "growth")
+_SHARE, _AIM = 0.3, 0.5
 
 
 def main() -> None:
-    """Run the rounds and print the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--connections", type=int, default=32)
-    parser.add_argument("--calls", type=int, default=1600)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--chunk", type=int, default=1, help="tokens per event of the engine")
-    parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--stream", action="store_true")
-    parser.add_argument("--profile", default="", help="write a cProfile of the proxy's event loop here")
-    options = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    rows: dict[str, list[float]] = {
-        name: [] for name in ("direct", "proxy", "p50_direct_ms", "p50_ms", "p50_one_ms", "cpu_ms")
-    }
+    """Measure the sections asked for and print the result."""
+    options = _options()
+    systems.raise_file_limit()
+    result: dict[str, Any] = {"quick": options.quick, "cores": os.cpu_count(), "brief": options.brief, "problems": {}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = make_model(folder)
-        end = Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id("<|im_end|>")
-        here, there = context.Pipe()
-        served = context.Process(target=engine, args=(there, options.tokens, options.chunk, end), daemon=True)
-        served.start()
-        engine_url = here.recv()
-        mine, its = context.Pipe()
-        process = context.Process(target=proxy, args=(its, model, folder / "store.db", engine_url, options.profile))
-        process.start()
-        url = mine.recv()
-
-        def cpu() -> float:
-            mine.send("cpu")
-            return float(mine.recv())
-
-        asyncio.run(recorded(url, 4, 64, options.turns, options.stream))
-        for _ in range(options.rounds):
-            began = time.perf_counter()
-            times = asyncio.run(direct(engine_url, options.connections, options.calls, list(range(64)) * 3))
-            rows["direct"].append(len(times) / (time.perf_counter() - began))
-            rows["p50_direct_ms"].append(1000 * statistics.median(times))
-            before, began = cpu(), time.perf_counter()
-            times = asyncio.run(recorded(url, options.connections, options.calls, options.turns, options.stream))
-            rows["proxy"].append(len(times) / (time.perf_counter() - began))
-            rows["cpu_ms"].append(1000 * (cpu() - before) / len(times))
-            rows["p50_ms"].append(1000 * statistics.median(times))
-            rows["p50_one_ms"].append(
-                1000 * statistics.median(asyncio.run(recorded(url, 1, 60, options.turns, options.stream)))
-            )
-        result = {name: round(statistics.median(values), 2) for name, values in rows.items()}
-        result["syncs_per_second"] = round(syncs_per_second(folder))
-        mine.send("stop")
-        process.join(20)
-        served.terminate()
-        result["calls"] = options.calls
-        result["store_bytes"] = (folder / "store.db").stat().st_size
+        model = make_model(folder / "model", options.tokens)
+        result["vocabulary"] = model.vocabulary
+        with systems.stub(model, options.chunk) as engine:
+            measure = _plan(options, model, engine, folder, result["problems"])
+            for section in options.only:
+                _say(f"measuring {section}")
+                result[section] = measure[section]()
+    result["aims"] = _aims(result)
+    _table(result)
     print(json.dumps(result))
+
+
+def _plan(
+    options: argparse.Namespace, model: Any, engine: str, folder: Path, problems: dict[str, str]
+) -> dict[str, Callable[[], dict[str, Any]]]:
+    names = [OURS, BARE, *(PEER_TABLE if options.peers else ())]
+    quick = options.quick
+
+    def over_all(section: str, measure: Callable[..., dict[str, Any]], *sizes: Any) -> dict[str, Any]:
+        with systems.running(names, model, engine, folder / section, problems) as running:
+            return measure(running, *sizes)
+
+    return {
+        "throughput": lambda: over_all(
+            "throughput",
+            sections.throughput,
+            1 if quick else options.rounds,
+            0.3 if quick else options.seconds,
+            next(texts(model, options.brief)) if options.brief else "",
+        ),
+        "kill": lambda: over_all("kill", sections.killed, 64 if quick else 800),
+        "latency": lambda: over_all(
+            "latency",
+            lambda running, *sizes: sections.latency(running, engine, *sizes),
+            8 if quick else 200,
+            2 if quick else 30,
+        ),
+        "agents": lambda: sections.agents(model, engine, folder / "agents", 20 if quick else 1000, 10),
+        "growth": lambda: growth.growth(model, engine, folder / "growth", 8 if quick else 200, 300 if quick else 5000),
+    }
+
+
+def _aims(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return every aim that this run measured: its name, the value, the limit, and whether it holds."""
+    aims: list[dict[str, Any]] = []
+
+    def aim(name: str, value: float, limit: float, *, least: bool = False) -> None:
+        aims.append({"aim": name, "value": value, "limit": limit, "met": value >= limit if least else value <= limit})
+
+    if "throughput" in result:
+        over = result["throughput"]["gyre_over"]
+        aim("share of the pass-through", over[BARE], _SHARE, least=True)
+        aim("share of the pass-through, hoped for", over[BARE], _AIM, least=True)
+        for peer, entry in PEER_TABLE.items():
+            if peer in over:
+                aim(f"times {peer}", over[peer], entry.aim, least=True)
+    if "kill" in result:
+        ours = result["kill"][OURS]
+        aim("answered calls lost by a kill", ours["answered"] - ours["on_disk"], 0)
+    if "latency" in result:
+        aim("added p50, ms", result["latency"]["added_p50_ms"][OURS], 2.0)
+        aim("added time to first token, ms", result["latency"]["added_ttft_ms"][OURS], 3.0)
+        aim("added time to first token, paced, ms", result["latency"]["added_ttft_paced_ms"][OURS], 3.0)
+    if "agents" in result:
+        aim("agents at once: errors", result["agents"]["errors"], 0)
+        aim("agents at once: MiB", result["agents"]["peak_mib"], 1024)
+    if "growth" in result:
+        aim("stored bytes per unique token", result["growth"]["bytes_per_token"], 6.0)
+        aim("CPU ms per call above JSON, at the end", result["growth"]["cpu_ms_above_json_last"], 150.0)
+    return aims
+
+
+def _table(result: dict[str, Any]) -> None:
+    columns = {
+        "calls/s": result.get("throughput", {}).get("calls_per_second", {}),
+        "CPU ms": result.get("throughput", {}).get("cpu_ms_per_call", {}),
+        "kept": {name: f"{found['on_disk']}/{found['answered']}" for name, found in result.get("kill", {}).items()},
+        "+p50 ms": result.get("latency", {}).get("added_p50_ms", {}),
+        "+ttft ms": result.get("latency", {}).get("added_ttft_ms", {}),
+    }
+    shown = {title: cells for title, cells in columns.items() if cells}
+    if shown:
+        _say("".join(f"{title:>20}" for title in ("system", *shown)))
+        for name in (OURS, BARE, *PEER_TABLE):
+            cells = [str(cells.get(name, "-")) for cells in shown.values()]
+            if any(cell != "-" for cell in cells):
+                _say("".join(f"{cell:>20}" for cell in (name, *cells)))
+    for item in result["aims"]:
+        _say(f"{'met   ' if item['met'] else 'MISSED'}  {item['aim']}: {item['value']} (limit {item['limit']})")
+    for name, problem in result["problems"].items():
+        _say(f"not measured: {name}: {problem}")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+
+
+def _options() -> argparse.Namespace:
+    def wanted(text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := [name for name in names if name not in _SECTIONS]:
+            raise argparse.ArgumentTypeError(f"no section {', '.join(unknown)}; choose from {', '.join(_SECTIONS)}")
+        return names
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=wanted, default=list(_SECTIONS), metavar="SECTION,...")
+    parser.add_argument("--peers", action="store_true", help="install and measure the compared packages too")
+    parser.add_argument("--quick", action="store_true", help="a smoke run: its figures mean nothing")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=3.0, help="per system and round")
+    parser.add_argument("--tokens", type=int, default=32, help="per answer")
+    parser.add_argument("--brief", type=int, default=0, help="tokens that every conversation of throughput starts with")
+    parser.add_argument("--chunk", type=int, default=8, help="tokens per event of the engine")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,173 @@
+"""A stub engine: answers every wire that a proxy of the comparison asks for, always with the same tokens.
+
+Run as a process: prints `{"url": ...}`. `/inference/v1/generate` streams ids as vLLM does; `/v1/chat/completions` answers
+text, with ids and log-probs where `return_token_ids` and `logprobs` ask for them. `max_tokens` 64 asks for the answer of 64
+chunks; `PUT /pause/N` puts N milliseconds between these from then on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from typing import Any
+
+from aiohttp import web
+
+STREAMED = 64
+"""Tokens, one per chunk, of the answers that the latency section streams."""
+
+
+class Stub:
+    """Serves `tokens` fixed tokens, `chunk` at a time, and a stop.
+
+    Args:
+        ids: the sampled tokens; the last one ends the turn.
+        pieces: their texts, the last one empty.
+        chunk: tokens per event of a streamed answer.
+    """
+
+    def __init__(self, ids: list[int], pieces: list[str], chunk: int) -> None:
+        self.ids, self.pieces = ids, pieces
+        self.events = self._events(ids, chunk)
+        self.pause = 0
+        self._answers: dict[tuple[int, bool, bool], bytes] = {}
+        self.streamed_events = self._events(self._stretched(ids), 1)
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes."""
+        return [
+            web.post("/inference/v1/generate", self.generate),
+            web.post("/v1/chat/completions", self.chat),
+            web.put("/pause/{milliseconds}", self.set_pause),
+            web.get("/v1/models", self.models),
+            web.get("/health", self.health),
+        ]
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """Stream ids."""
+        body = await request.read()
+        sampling = json.loads(body)["sampling_params"] if len(body) < 1 << 16 else {}
+        if sampling.get("max_tokens") == STREAMED:
+            return await self._stream(request, self.streamed_events, self.pause)
+        return await self._stream(request, self.events, 0)
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """Answer a chat completion."""
+        body = json.loads(await request.read())
+        if body.get("stream"):
+            ids = self._stretched(self.ids)
+            texts = [self.pieces[at % (len(self.pieces) - 1)] for at in range(len(ids) - 1)] + [""]
+            return await self._stream(request, _chat_events(ids, texts, body), self.pause)
+        prompt = sum(len(str(message.get("content"))) for message in body["messages"]) // 4
+        wants_ids = bool(body.get("return_token_ids") or (body.get("extra_body") or {}).get("return_token_ids"))
+        return web.Response(
+            body=self._answer(prompt, wants_ids, bool(body.get("logprobs"))),
+            content_type="application/json",
+        )
+
+    async def set_pause(self, request: web.Request) -> web.Response:
+        """Set the milliseconds between chunks."""
+        self.pause = int(request.match_info["milliseconds"])
+        return web.Response()
+
+    async def models(self, request: web.Request) -> web.Response:
+        """List the one model."""
+        return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
+
+    async def health(self, request: web.Request) -> web.Response:
+        """Be well."""
+        return web.Response()
+
+    async def _stream(self, request: web.Request, events: list[bytes], pause: int) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for item in events:
+            await response.write(item)
+            if pause:
+                await asyncio.sleep(pause / 1000)
+        await response.write_eof(b"data: [DONE]\n\n")
+        return response
+
+    def _answer(self, prompt: int, wants_ids: bool, wants_logprobs: bool) -> bytes:
+        key = (prompt, wants_ids, wants_logprobs)
+        if key not in self._answers:
+            self._answers[key] = self._make_answer(*key)
+        return self._answers[key]
+
+    def _make_answer(self, prompt: int, wants_ids: bool, wants_logprobs: bool) -> bytes:
+        message = {"role": "assistant", "content": "".join(self.pieces)}
+        choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": "stop", "stop_reason": None}
+        body: dict[str, Any] = {"id": "chatcmpl-0", "object": "chat.completion", "created": 1, "model": "policy"}
+        if wants_logprobs:
+            choice["logprobs"] = {"content": [_chat_logprob(piece) for piece in self.pieces]}
+        if wants_ids:
+            choice["token_ids"] = self.ids
+            body["prompt_token_ids"] = [1000 + at % 5000 for at in range(prompt)]
+        usage = {"prompt_tokens": prompt, "completion_tokens": len(self.ids), "total_tokens": prompt + len(self.ids)}
+        return json.dumps({**body, "choices": [choice], "usage": usage}).encode()
+
+    @staticmethod
+    def _stretched(ids: list[int]) -> list[int]:
+        return [ids[at % (len(ids) - 1)] for at in range(STREAMED - 1)] + ids[-1:]
+
+    @staticmethod
+    def _events(ids: list[int], chunk: int) -> list[bytes]:
+        events = []
+        for at in range(0, len(ids), chunk):
+            part, last = ids[at : at + chunk], at + chunk >= len(ids)
+            content = [{"token_id": i, "logprob": -1.5, "rank": 1, "top_logprobs": []} for i in part]
+            choice = {
+                "index": 0,
+                "token_ids": part,
+                "logprobs": {"content": content},
+                "finish_reason": "stop" if last else None,
+                "stop_reason": None,
+                "weight_versions": [{"version": "1", "start": 0, "end": len(ids)}] if last else None,
+            }
+            events.append(b"data: " + json.dumps({"request_id": "x", "choices": [choice]}).encode() + b"\n\n")
+        return events
+
+
+def _chat_logprob(piece: str) -> dict[str, Any]:
+    return {"token": piece, "logprob": -1.5, "bytes": list(piece.encode()), "top_logprobs": []}
+
+
+def _chat_events(ids: list[int], texts: list[str], body: dict[str, Any]) -> list[bytes]:
+    events = []
+    for at, (number, text) in enumerate(zip(ids, texts, strict=True)):
+        last = at == len(ids) - 1
+        delta = {"role": "assistant", "content": text} if not at else {"content": text}
+        choice: dict[str, Any] = {"index": 0, "delta": delta, "finish_reason": "stop" if last else None}
+        if body.get("return_token_ids"):
+            choice["token_ids"] = [number]
+        if body.get("logprobs"):
+            choice["logprobs"] = {"content": [_chat_logprob(text)]}
+        chunk = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "policy", "choices": [choice]}
+        events.append(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+    return events
+
+
+async def _serve(stub: Stub) -> None:
+    app = web.Application(client_max_size=1 << 30)
+    app.add_routes(stub.routes())
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, backlog=2048).start()
+    print(json.dumps({"url": f"http://127.0.0.1:{runner.addresses[0][1]}"}), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ids", required=True, help="JSON list")
+    parser.add_argument("--pieces", required=True, help="JSON list: the ids' texts")
+    parser.add_argument("--chunk", type=int, default=8)
+    options = parser.parse_args()
+    asyncio.run(_serve(Stub(json.loads(options.ids), json.loads(options.pieces), options.chunk)))
+
+
+if __name__ == "__main__":
+    main()
