@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import typer
 
-from gyre_sdk.cli import machine, store, watch
+from gyre_sdk.cli import fsck, machine, store, watch
 from gyre_sdk.errors import GyreError
 
 __all__ = ["app", "main"]
@@ -28,6 +28,7 @@ app = typer.Typer(
 app.command("runs")(store.runs)
 app.command("calls")(store.calls)
 app.command("samples")(store.samples)
+app.command("fsck")(fsck.fsck)
 app.command("view")(watch.view)
 app.command(
     "serve",

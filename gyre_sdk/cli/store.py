@@ -17,13 +17,13 @@ from rich.text import Text
 
 from gyre_sdk.credit import Baseline, advantages, tally, trajectories
 from gyre_sdk.errors import JournalError
-from gyre_sdk.journal import Journal
+from gyre_sdk.journal import Journal, store_file
 from gyre_sdk.records import TrajectoryRecord, VersionSpan
 from gyre_sdk.select import J_MAX
 from gyre_sdk.tree import RunTree
 from gyre_sdk.view.escape import count, duration, reward, visible
 
-Store = Annotated[Path, typer.Argument(help="Path of the store.", show_default=False)]
+Store = Annotated[Path, typer.Argument(help="The store: a file, or a directory with gyre.db.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
 OneRun = Annotated[str | None, typer.Option("--run", help="Only this run.", show_default=False)]
 
@@ -31,9 +31,14 @@ _CALL_KEYS = ("run", "lane", "role", "call", "status", "prompt_ids", "sampled_id
 _SAMPLE_KEYS = ("run", "path_ids", "owned", "weights", "advantage", "role")
 
 
+def open_store(store: Path) -> Journal:
+    """Open a store for reading; a directory means the `gyre.db` in it."""
+    return Journal(store_file(store), "r")
+
+
 def runs(store: Store, as_json: AsJson = False) -> None:
     """List the runs of a store."""
-    with Journal(store, "r") as journal:
+    with open_store(store) as journal:
         found = journal.runs()
         calls: Counter[str] = Counter()
         sampled: Counter[str] = Counter()
@@ -42,7 +47,7 @@ def runs(store: Store, as_json: AsJson = False) -> None:
             sampled[summary.run] += summary.sampled_tokens
     if as_json:
         for run in found:
-            _line({**msgspec.to_builtins(run), "calls": calls[run.run], "sampled_tokens": sampled[run.run]})
+            json_line({**msgspec.to_builtins(run), "calls": calls[run.run], "sampled_tokens": sampled[run.run]})
         return
     table = _table("run", "task", "group", "state", "reward", "calls", "sampled", "time", "error", right=(4, 5, 6, 7))
     for run in found:
@@ -64,11 +69,11 @@ def runs(store: Store, as_json: AsJson = False) -> None:
 
 def calls(store: Store, as_json: AsJson = False, run: OneRun = None) -> None:
     """List the recorded calls of a store, with exact token ids."""
-    with Journal(store, "r") as journal:
+    with open_store(store) as journal:
         _check_run(journal, run)
         if as_json:
             for record in journal.calls(run):
-                _line(_ordered(msgspec.to_builtins(record), _CALL_KEYS))
+                json_line(_ordered(msgspec.to_builtins(record), _CALL_KEYS))
             return
         names = {lane.lane: lane.name for lane in journal.lanes(run)}
         table = _table(
@@ -107,7 +112,7 @@ def samples(
     untrained: Counter[str] = Counter()
     rows = 0
     table = _table("run", "role", "leaf", "tokens", "owned", "weight", "advantage", right=(3, 4, 5, 6))
-    with Journal(store, "r") as journal:
+    with open_store(store) as journal:
         _check_run(journal, run)
         known = journal.runs()
         credit = advantages(known, baseline=baseline)
@@ -120,7 +125,7 @@ def samples(
             rows += len(found)
             for row in found:
                 if as_json:
-                    _line(_ordered(msgspec.to_builtins(row), _SAMPLE_KEYS))
+                    json_line(_ordered(msgspec.to_builtins(row), _SAMPLE_KEYS))
                 else:
                     _sample_row(table, row)
     left_out = ", ".join(f"{number} {reason}" for reason, number in sorted(untrained.items()))
@@ -155,7 +160,8 @@ def _ordered(record: dict[str, Any], first: Iterable[str]) -> dict[str, Any]:
     return {**{key: record[key] for key in first}, **record}
 
 
-def _line(record: dict[str, Any]) -> None:
+def json_line(record: dict[str, Any]) -> None:
+    """Print a record as one line."""
     sys.stdout.buffer.write(msgspec.json.encode(record) + b"\n")
 
 

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from gyre_sdk.cli.follow import Follower
-from gyre_sdk.cli.store import Store
-from gyre_sdk.journal import Journal
+from gyre_sdk.cli.store import Store, open_store
 from gyre_sdk.view import LiveView
 
 _POLL = 0.5
@@ -22,7 +21,7 @@ def view(
     plain: Annotated[bool, typer.Option("--plain", help="Print lines, also in a terminal.")] = False,
 ) -> None:
     """Watch the runs of a store, live; Ctrl-C ends the view and nothing else."""
-    with Journal(store, "r") as journal, LiveView(plain=plain) as live:
+    with open_store(store) as journal, LiveView(plain=plain) as live:
         follower = Follower(journal)
         try:
             while True:

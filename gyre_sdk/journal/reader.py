@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from gyre_sdk.journal.audit import Finding
 from gyre_sdk.journal.calls import CallReader, unpack_dict, unpack_spans, where_equal
+from gyre_sdk.journal.survey import survey
 from gyre_sdk.journal.values import CallSummary, Entry, StoreTotals
 from gyre_sdk.records import CallId, CallStatus, LaneId, LaneRecord, RunId, RunRecord, RunStatus
 
@@ -104,6 +106,10 @@ class Reader(CallReader):
             (CallStatus.COMPLETE, CallStatus.DELIVERED),
         )
         return StoreTotals(runs=runs[0], calls=calls[0], sampled_tokens=calls[1])
+
+    def audit(self) -> Iterator[Finding]:
+        """Yield what is wrong with the store, and its open calls: `gyre fsck`."""
+        return survey(self._rows)
 
     def entries(self, stream: str, after: int = 0) -> list[Entry]:
         """Return a stream's items with `seq` above `after`, oldest first; bodies are msgpack."""
