@@ -79,6 +79,7 @@ def test_sampling_and_fields() -> None:
         ({"messages": ...}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [{"role": "system", "content": []}]}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [USER, {"role": "assistant", "content": "Sure"}]}, "messages"),

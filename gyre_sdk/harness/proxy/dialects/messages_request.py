@@ -61,12 +61,15 @@ def _request(fields: dict[str, Any]) -> ModelRequest:
     if not isinstance(given, list) or not given:
         refuse("messages: must be a list with at least one message", "messages")
     system = fields.pop("system", None)
+    messages = in_call_order([*_system(system, "system", {}), *_messages(given)])
+    if not messages:
+        refuse("messages: hold nothing that the model can be shown", "messages")
     tools = _tools(fields)
     choice, forced, parallel = _tool_choice(fields, tools)
     return ModelRequest(
         dialect="messages",
         model=text(fields, "model"),
-        messages=in_call_order([*_system(system, "system", {}), *_messages(given)]),
+        messages=messages,
         tools=tools,
         sampling=sampling(fields, limit="max_tokens", stop="stop_sequences", greatest=1.0, top_k_low=0),
         fields=fields,
