@@ -20,6 +20,7 @@ from gyre_sdk.harness.proxy.render.chat_template import PROBE_TOOL, ChatTemplate
 _ANCHOR = "\ue1f0gyre\ue1f1"
 _THOUGHT = "gyre_thought"
 _KEPT = 256
+_TAG_BEGUN = re.compile(r"</?[a-z]*\Z")
 
 
 def opening_of(past: Sequence[Wire], new: Sequence[Wire], arguments: str) -> list[Wire]:
@@ -95,12 +96,13 @@ class Difference:
         """Return whether nothing before the answer depends on what comes after it, tags of thinking aside."""
         prompt_left, _ = _unshared(opened, closed)
         left, right = _unshared(closed, extended)
-        return all(self._is_bare(text) for text in (prompt_left, left, right))
+        return not self._bare(prompt_left) and self._bare(left) == self._bare(right)
 
-    def _is_bare(self, text: str) -> bool:
+    def _bare(self, text: str) -> str:
+        """Return a text without tags of thinking and without white space."""
         for tag in self.template.form.think or ():
             text = text.replace(tag, "")
-        return not text.strip()
+        return "".join(text.split())
 
     def _joined(self, sampled: list[int], prompt: Ids, rest: Rendering, probes: Sequence[Wire]) -> list[int] | None:
         codec = self.template.codec
@@ -236,9 +238,11 @@ def _cut(text: str) -> tuple[str, str, str]:
 
 
 def _unshared(left: str, right: str) -> tuple[str, str]:
+    """Return what remains of two texts behind their common start; a tag stays whole."""
     size = min(len(left), len(right))
     same = size if left[:size] == right[:size] else _first_difference(left, right)
-    same -= len(re.search(r"<?/?[a-z]*$", left[:same])[0])  # type: ignore[index]
+    tag = _TAG_BEGUN.search(left, 0, same)
+    same = tag.start() if tag else same
     return left[same:], right[same:]
 
 
