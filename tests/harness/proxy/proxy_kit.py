@@ -87,27 +87,20 @@ def running(
         server.stop()
 
 
+def arguments(model: Path, store: Path, *urls: str, port: int = 0, **more: str) -> list[str]:
+    """Return the command line of `gyre serve`."""
+    replicas = [part for url in urls for part in ("--replica", url)]
+    options = [part for name, value in more.items() for part in (f"--{name.replace('_', '-')}", value)]
+    return ["--store", str(store), "--model", str(model), "--port", str(port), *replicas, *options]
+
+
 class ProxyProcess:
     """`gyre serve` as a process of its own, to be killed."""
 
     def __init__(self, model: Path, store: Path, *urls: str, port: int = 0, **more: str) -> None:
-        replicas = [part for url in urls for part in ("--replica", url)]
-        options = [part for name, value in more.items() for part in (f"--{name.replace('_', '-')}", value)]
         code = "import sys; from gyre_sdk.harness.proxy.server import main; sys.exit(main(sys.argv[1:]))"
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                code,
-                "--store",
-                str(store),
-                "--model",
-                str(model),
-                "--port",
-                str(port),
-                *replicas,
-                *options,
-            ],
+            [sys.executable, "-c", code, *arguments(model, store, *urls, port=port, **more)],
             env={**os.environ, "GYRE_SERVICE_KEY": "the-service-key"},
             stdout=subprocess.PIPE,
             text=True,
