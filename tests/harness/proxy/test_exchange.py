@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from gyre_sdk.harness.proxy import exchange as x
 from gyre_sdk.harness.proxy.exchange.events import Event
@@ -264,3 +265,107 @@ def test_any_order_of_events_keeps_the_promises(script: list[tuple[int, int]], e
         assert ends <= 1
         if call.status in (C, OK):
             assert ends == 1
+
+
+class Shell(RuleBasedStateMachine):
+    """A shell that does what it is told, in any legal order, over one call's life and its restarts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine: list[int] = []
+        """What the call's own tokens must be."""
+        self.call = x.Exchange(CallId("c"), Sampling(max_tokens=12, stop_token_ids=(260,)))
+        self.todo: list[x.Command] = self.call.start()
+        self.durable = 0
+        self.running = self.ended = False
+        self.next = 0
+
+    def told(self, kind: type[x.Command]) -> bool:
+        return any(isinstance(command, kind) for command in self.todo)
+
+    def done(self, kind: type[x.Command], event: Event) -> None:
+        self.todo = [command for command in self.todo if not isinstance(command, kind)]
+        self.take(event)
+
+    def take(self, event: Event) -> None:
+        for command in self.call.handle(event):
+            if isinstance(command, x.Send):
+                assert list(command.sampled) == self.engine == self.call.ids
+                assert command.max_tokens == 12 - len(self.engine) > 0
+                self.running = True
+            elif isinstance(command, x.PersistAttemptEnd):
+                del self.engine[command.keep :]
+                self.durable = min(self.durable, command.keep)
+                self.running = False
+            elif isinstance(command, x.Release):
+                assert command.upto <= self.durable
+            elif isinstance(command, x.Deliver):
+                assert self.durable == len(self.engine)
+            else:
+                self.todo.append(command)
+
+    @rule()
+    def agent_goes_away(self) -> None:
+        assert self.call.handle(x.AgentGone()) == []
+
+    @precondition(lambda self: self.told(x.FindReplica))
+    @rule(version=st.integers(1, 3))
+    def route(self, version: int) -> None:
+        self.done(x.FindReplica, routed("a", version))
+
+    @precondition(lambda self: self.told(x.PersistAttempt))
+    @rule()
+    def persist_attempt(self) -> None:
+        self.done(x.PersistAttempt, x.Ready())
+
+    @precondition(lambda self: self.running and len(self.engine) < 12)
+    @rule()
+    def sample(self) -> None:
+        self.next += 1
+        self.engine.append(self.next)
+        self.take(sampled(self.next))
+
+    @precondition(lambda self: self.engine and not self.ended)
+    @rule()
+    def store(self) -> None:
+        self.durable = len(self.engine)
+        self.take(x.Stored(self.durable))
+
+    @precondition(lambda self: self.running)
+    @rule(aborted=st.booleans())
+    def cut(self, aborted: bool) -> None:
+        self.take(x.Broken("lost", aborted))
+
+    @precondition(lambda self: self.running and self.engine)
+    @rule(reason=st.sampled_from(sorted(x.FINISHES)))
+    def finish(self, reason: str) -> None:
+        self.take(x.Finished(reason))
+
+    @precondition(lambda self: self.told(x.PersistEnd))
+    @rule()
+    def end(self) -> None:
+        self.durable, self.ended = len(self.engine), True
+        self.done(x.PersistEnd, x.Ended())
+
+    @precondition(lambda self: not self.ended and self.call.attempts and not self.told(x.PersistEnd))
+    @rule()
+    def crash(self) -> None:
+        """kill -9: what is durable is all that the next process knows."""
+        del self.engine[self.durable :]
+        spans = [VersionSpan(1, 0, self.durable)] if self.durable else []
+        self.call = x.Exchange(
+            CallId("c"), self.call.sampling, status=S if self.engine else D, ids=list(self.engine),
+            logprobs=[-0.5] * self.durable, spans=spans, attempts=self.call.attempts, resumed=True,
+        )  # fmt: skip
+        self.running, self.todo = False, self.call.start()
+
+    @invariant()
+    def the_call_has_its_tokens(self) -> None:
+        assert self.call.ids == self.engine
+        assert self.call.released <= self.durable
+        covered = self.call.known_spans()
+        assert (covered[-1].end if covered else 0) == len(self.engine)
+
+
+TestShell = Shell.TestCase
+TestShell.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
