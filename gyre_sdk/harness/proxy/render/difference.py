@@ -23,17 +23,18 @@ _KEPT = 256
 _TAG_BEGUN = re.compile(r"</?[a-z]*\Z")
 
 
-def opening_of(past: Sequence[Wire], new: Sequence[Wire], arguments: str) -> list[Wire]:
+def opening_of(past: Sequence[Wire], new: Sequence[Wire], arguments: str, *, calling: bool = True) -> list[Wire]:
     """Return the tiny conversation that stands for a recorded one: what decides how the next turn looks.
 
     Args:
         past: the recorded messages, the answer last; may be empty.
         new: what follows.
         arguments: of the tool calls, where the answer makes any.
+        calling: False for a template that shows no tool calls.
     """
     answer = past[-1] if past and past[-1]["role"] == "assistant" else {}
-    calls = list(answer.get("tool_calls") or ())
-    results = [message for message in new if message["role"] == "tool"] if new[0]["role"] == "tool" else []
+    calls = list(answer.get("tool_calls") or ()) if calling else []
+    results = [message for message in new if message["role"] == "tool"] if calling and new[0]["role"] == "tool" else []
     if results and not calls:
         calls = [
             {"id": message.get("tool_call_id") or f"call_{place}", "type": "function", "function": {"name": "tool"}}
@@ -70,7 +71,7 @@ class Difference:
         """
         self.template.check(new, tools)
         probes: list[Wire] = [PROBE_TOOL] if tools else []
-        base = opening_of(past, new, f'{{"gyre": "{_ANCHOR}"}}')
+        base = self._opening_of(past, new)
         if not self.retains and self._rewrites(base, new, probes, whole, past):
             return None
         shown = self.template.show([*base, *new], probes, opened=True)
@@ -78,6 +79,9 @@ class Difference:
         if rest is None:
             return None
         return self._joined(whole[prompt_len:].tolist(), whole[:prompt_len], rest, probes)
+
+    def _opening_of(self, past: Sequence[Wire], new: Sequence[Wire]) -> list[Wire]:
+        return opening_of(past, new, f'{{"gyre": "{_ANCHOR}"}}', calling=self.template.shows_calls)
 
     def _rest(self, base: Sequence[Wire], probes: Sequence[Wire], shown: Rendering) -> Rendering | None:
         """Return what stands behind the model's own text in an extended conversation, its close included."""
@@ -135,7 +139,7 @@ class Difference:
         for role in ("user", "tool"):
             new: list[Wire] = [{"role": role, "content": "gyre_next", "tool_call_id": "call_gyre0"}]
             try:
-                base = opening_of((), new, f'{{"gyre": "{_ANCHOR}"}}')
+                base = self._opening_of((), new)
                 rest = self._rest(base, probes, self.template.show([*base, *new], probes, opened=True))
                 closed = _cut(self._reference(base, probes)[1])[2]
             except RenderError:

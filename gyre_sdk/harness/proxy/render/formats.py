@@ -47,8 +47,8 @@ class ReadAnswer:
 
 class _Written(msgspec.Struct):
     name: str
-    arguments: msgspec.Raw | None = None
-    parameters: msgspec.Raw | None = None
+    arguments: msgspec.Raw = msgspec.Raw(b"")
+    parameters: msgspec.Raw = msgspec.Raw(b"")
 
 
 Reader = Callable[[str, Sequence[Mapping[str, Any]]], tuple[str, list[ReadCall]]]
@@ -95,7 +95,7 @@ def guess_format(sources: Sequence[str]) -> AnswerFormat:
 
 def _read_hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ReadCall]]:
     content, rest = _split(text, _HERMES)
-    return content, [_json_call(raw, body, "arguments") for raw, body in _blocks(rest, _HERMES, _HERMES_END)]
+    return content, [_json_call(raw, body) for raw, body in _blocks(rest, _HERMES, _HERMES_END)]
 
 
 def _read_xml(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ReadCall]]:
@@ -135,7 +135,7 @@ def _read_llama(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, lis
     body = text.strip().removeprefix(_PYTHON)
     if not body.startswith("{"):
         return text, []
-    return "", [_json_call(text, body, "parameters")]
+    return "", [_json_call(text, body)]
 
 
 READERS: dict[str, Reader] = {
@@ -191,7 +191,7 @@ def _closing(text: str, start: int, closing: str) -> int:
     return text.find(closing, start)
 
 
-def _json_call(raw: str, body: str | None, key: str) -> ReadCall:
+def _json_call(raw: str, body: str | None) -> ReadCall:
     if body is None:
         return ReadCall(raw)
     try:
@@ -202,8 +202,7 @@ def _json_call(raw: str, body: str | None, key: str) -> ReadCall:
 
 
 def _written(raw: str, call: _Written) -> ReadCall:
-    given = call.arguments if call.arguments is not None else call.parameters
-    text = bytes(given).decode() if given is not None else "{}"
+    text = (bytes(call.arguments) or bytes(call.parameters) or b"{}").decode()
     if text.startswith('"'):
         text = json.loads(text)
     return _call(raw, call.name, text)
