@@ -278,34 +278,9 @@ def test_what_no_answer_gave_out_is_refused(body: dict[str, Any]) -> None:
 # -- anything ----------------------------------------------------------------------------------------------------------
 
 KINDS = [
-    "message",
-    "function_call",
-    "function_call_output",
-    "custom_tool_call",
-    "custom_tool_call_output",
-    "local_shell_call",
-    "reasoning",
-    "local_shell_call_output",
-    "item_reference",
-    "input_text",
-    "output_text",
-    "refusal",
-    "function",
-    "custom",
-    "namespace",
-    "local_shell",
-    "allowed_tools",
-    "json_schema",
-    "grammar",
-    "auto",
-    "required",
-    "user",
-    "assistant",
-    "developer",
-    "n1",
-    "resp_n1",
-    "rs_n1_0",
-    "run",
+    *("message", "reasoning", "item_reference", "function_call", "function_call_output", "custom_tool_call"),
+    *("custom_tool_call_output", "local_shell_call", "local_shell_call_output"),
+    *("function", "custom", "namespace", "allowed_tools", "json_schema", "grammar", "auto", "required", "resp_n1"),
 ]
 KEYS = [
     "type",
@@ -352,15 +327,29 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS) | st.text(), inner, max_size=6),
     max_leaves=24,
 )
-ITEM = st.dictionaries(st.sampled_from(KEYS), JSON, max_size=6).flatmap(
-    lambda item: st.sampled_from(KINDS).map(lambda kind: {**item, "type": kind})
-)
-BODY = st.fixed_dictionaries(
-    {"input": st.lists(ITEM, max_size=4) | JSON},
-    optional={
-        "tools": st.lists(ITEM, max_size=3) | JSON,
-        **{key: JSON for key in KEYS if key not in ("input", "tools")},
+NAMES = st.sampled_from(["run", "patch", "n1", "rs_n1_0", "msg_n1_0", "resp_n1", "call_0-raw"])
+PARTS = st.lists(st.fixed_dictionaries({"type": st.sampled_from(["input_text", "output_text"]), "text": st.text()}))
+ROLES = st.sampled_from(["user", "assistant", "developer", "system"])
+ITEM = st.fixed_dictionaries(
+    {
+        "type": st.sampled_from(KINDS[:9]),
+        "role": ROLES | JSON,
+        "name": NAMES | JSON,
+        "content": st.text() | PARTS | JSON,
+        "output": PARTS | JSON,
     },
+    optional=dict.fromkeys(("id", "call_id", "arguments", "input", "action", "namespace", "summary"), NAMES | JSON),
+)
+TOOL = st.fixed_dictionaries(
+    {"type": st.sampled_from(["function", "custom", "namespace", "local_shell", "web_search"]), "name": NAMES},
+    optional=dict.fromkeys(("parameters", "format", "description", "tools", "function", "strict"), JSON),
+)
+FIELDS = st.sampled_from([key for key in KEYS if key not in ("input", "tools")])
+BODY = st.builds(
+    lambda items, tools, more: {"input": items, "tools": tools, **more},
+    st.lists(ITEM, min_size=1, max_size=4),
+    st.lists(TOOL, max_size=3),
+    st.just({}) | st.dictionaries(FIELDS, NAMES | JSON, max_size=3),
 )
 
 
