@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gyre_sdk.cli import one_call
 from gyre_sdk.credit import Baseline, advantages, tally, trajectories
 from gyre_sdk.errors import JournalError
 from gyre_sdk.journal import Journal, store_file
@@ -67,9 +68,20 @@ def runs(store: Store, as_json: AsJson = False) -> None:
     _print(table, str(tally(found)))
 
 
-def calls(store: Store, as_json: AsJson = False, run: OneRun = None) -> None:
-    """List the recorded calls of a store, with exact token ids."""
+def calls(
+    store: Store,
+    call: Annotated[str | None, typer.Argument(help="Show only this call, whole.", show_default=False)] = None,
+    as_json: AsJson = False,
+    run: OneRun = None,
+) -> None:
+    """List the recorded calls of a store, with exact token ids; or show one of them."""
     with open_store(store) as journal:
+        if call is not None and as_json:
+            json_line(_ordered(one_call.as_object(journal, call), _CALL_KEYS))
+            return
+        if call is not None:
+            one_call.show(journal, call)
+            return
         _check_run(journal, run)
         if as_json:
             for record in journal.calls(run):

@@ -117,21 +117,21 @@ def blob_ids(blob: bytes, before: IDS = _NONE) -> IDS:
     form, body = blob[:1], blob[1:]
     if form == _PLAIN:
         return np.frombuffer(body, dtype="<i4")
-    if form == _PACKED:
-        count, extra = divmod(len(body), 3)
-        low = np.frombuffer(body, dtype=np.uint8).reshape(-1, 3)[:, :2]
-        high = body[2::3]
-    elif form in (_SPLIT, _AFTER):
+    if form in (_SPLIT, _AFTER):
         body = decompress(body, _low(before) if form == _AFTER else None)
-        count, extra = divmod(len(body), 3)
-        low, high = np.frombuffer(body[: 2 * count], dtype=np.uint8).reshape(-1, 2), body[2 * count :]
-    else:
+    elif form != _PACKED:
         raise ValueError(f"blob of ids in unknown form {form[0]}")
+    count, extra = divmod(len(body), 3)
     if extra:
         raise ValueError("blob of ids is cut off")
+    raw = np.frombuffer(body, dtype=np.uint8)
+    if form == _PACKED:
+        low, high = raw.reshape(-1, 3)[:, :2], raw[2::3]
+    else:
+        low, high = raw[: 2 * count].reshape(-1, 2), raw[2 * count :]
     parts = np.zeros((count, 4), dtype=np.uint8)
     parts[:, :2] = low
-    parts[:, 2] = np.frombuffer(high, dtype=np.uint8)
+    parts[:, 2] = high
     return parts.view("<i4").reshape(-1)
 
 
