@@ -16,6 +16,9 @@ from gyre_sdk.harness.proxy.answers.stops import StopWatch
 from gyre_sdk.harness.proxy.answers.xml_body import XmlBody, text_parameters
 from gyre_sdk.harness.proxy.dialects.canonical import Answer, Delta, ToolChoice
 
+_TAIL, _LONGEST_TAIL = 32, 8192
+"""Tokens of the prompt in which the start of the model's turn is looked for, at first and at most."""
+
 
 class AnswerParser(ABC):
     """Turns sampled ids, as they come, into deltas; one per call."""
@@ -154,11 +157,12 @@ def make_parser(
 
 def _opens_thinking(pieces: Pieces, format: Format, prompt: Sequence[int]) -> bool:
     """Tell whether the model's turn, as far as the prompt holds it, is in reasoning."""
-    count = 32
+    opening, closing = format.think
+    count = _TAIL
     while True:
         _, turn, text = pieces.decode(prompt[-count:]).rpartition(format.turn)
-        if turn or count >= len(prompt):
-            break
+        if turn:
+            return text.lstrip().startswith(opening) and closing not in text
+        if count >= min(len(prompt), _LONGEST_TAIL):
+            return text.rfind(opening) > text.rfind(closing)
         count *= 4
-    opening, closing = format.think
-    return bool(prompt) and text.lstrip().startswith(opening) and closing not in text

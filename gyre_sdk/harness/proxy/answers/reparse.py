@@ -73,7 +73,7 @@ class Reparser(AnswerParser):
 
     def _grow(self, part: Answer) -> None:
         self._add(Part.REASONING, self._sure(part.reasoning))
-        if part.content:
+        if not part.content.startswith("{"):  # an answer that is one JSON object may be a tool call
             self._add(Part.CONTENT, self._sure(part.content))
 
     def _sure(self, text: str) -> str:
