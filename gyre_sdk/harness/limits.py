@@ -22,6 +22,8 @@ class Limits:
     """Calls of the run, all lanes together."""
     seconds: float | None = None
     """Wall time of the block, from the first line in it."""
+    cost: float | None = None
+    """US dollars over all calls of the run, at the service's prices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +42,16 @@ def classify(error: BaseException | None) -> Ending:
     """Return how a block that raised `error` (None: it did not) ended.
 
     A budget that ran out is an outcome, scored like any other (arXiv:2609.33848, partial scoring) and not raised
-    further. An agent's own error is scored and raised. A broken connection to the model or a broken workspace says
+    further; the service knows which one it was and turns `limit` into `timed_out` for wall time. An agent's own error is scored and raised. A broken connection to the model or a broken workspace says
     nothing about the agent: not scored, raised.
     """
     if error is None:
         return Ending(RunStatus.COMPLETED, None, scorable=True, swallow=False)
     text = f"{type(error).__name__}: {error}"
-    if isinstance(error, LimitExceeded) or getattr(error, "code", None) == LIMIT_CODE:
+    if isinstance(error, LimitExceeded):
         return Ending(RunStatus.TIMED_OUT, text, scorable=True, swallow=True)
+    if _error_code(error) == LIMIT_CODE:
+        return Ending(RunStatus.LIMIT, text, scorable=True, swallow=True)
     if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit | asyncio.CancelledError):
         return Ending(RunStatus.CANCELLED, text, scorable=False, swallow=False)
     if isinstance(error, WorkspaceError):
@@ -55,6 +59,14 @@ def classify(error: BaseException | None) -> Ending:
     if _model_failed(error):
         return Ending(RunStatus.AGENT_ERROR, f"infrastructure: {text}", scorable=False, swallow=False)
     return Ending(RunStatus.AGENT_ERROR, text, scorable=True, swallow=False)
+
+
+def _error_code(error: BaseException) -> object:
+    """Return the service's error code, as the SDKs of OpenAI and Anthropic hold it."""
+    code = getattr(error, "code", None)
+    body = getattr(error, "body", None)
+    inner = body.get("error") if isinstance(body, dict) else None
+    return code or (inner.get("code") if isinstance(inner, dict) else None)
 
 
 def _model_failed(error: BaseException) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
@@ -113,7 +114,7 @@ class ServiceClient:
             "split": split,
             "metadata": metadata,
             "dispatch_version": dispatch_version,
-            "limits": {"tokens": limits.tokens, "turns": limits.turns, "seconds": limits.seconds},
+            "limits": asdict(limits),
         }
         return msgspec.json.decode(self._send("POST", "/runs", body), type=OpenedRun)
 
@@ -140,10 +141,10 @@ class ServiceClient:
         parts: dict[str, float],
         error: str | None,
         placeholder: bool,
-    ) -> None:
-        """Record the run's terminal state."""
+    ) -> RunStatus:
+        """Record the run's terminal state; return it: a budget that ran out is how the run ended."""
         body = {"status": status, "reward": reward, "parts": parts, "error": error, "placeholder": placeholder}
-        self._send("POST", f"/runs/{run}/end", body)
+        return RunStatus(msgspec.json.decode(self._send("POST", f"/runs/{run}/end", body))["status"])
 
     def status(self) -> dict[str, Any]:
         """Return what the service says of itself: version, replicas, calls in flight."""

@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -102,7 +103,7 @@ class Session:
         self._service, self._proxy = service, proxy
         self._workspace_kind = workspace
         self._group, self._member, self._dispatch_version = group, member, dispatch_version
-        self._limits = Limits(limits.tokens, limits.turns, limits.seconds or task.agent_timeout_s)
+        self._limits = replace(limits, seconds=limits.seconds or task.agent_timeout_s)
         self._hooks = hooks or Hooks()
         self._observer = Fanout(observer)
         self._metadata = dict(metadata or {})
@@ -236,7 +237,7 @@ class Session:
         assert self._opened is not None
         run = self._opened.run
         reward, parts = (score.reward, score.parts) if score else (None, {})
-        service.end_run(run, status, reward=reward, parts=parts, error=error, placeholder=placeholder)
+        status = service.end_run(run, status, reward=reward, parts=parts, error=error, placeholder=placeholder)
         seconds = self._clock.monotonic() - self._began
         if self._agent is not None:
             self._agent._result = RunResult(

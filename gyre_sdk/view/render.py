@@ -27,6 +27,7 @@ _STATUS_STYLE = {
     RunStatus.RUNNING: "cyan",
     RunStatus.COMPLETED: "green",
     RunStatus.TIMED_OUT: "yellow",
+    RunStatus.LIMIT: "yellow",
     RunStatus.CANCELLED: "dim",
 }
 

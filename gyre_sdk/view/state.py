@@ -222,7 +222,7 @@ class State:
             self.scored += 1
             self.reward_sum += event.reward
         run = self.active.pop(event.run, None)
-        if event.status not in (RunStatus.COMPLETED, RunStatus.TIMED_OUT, RunStatus.CANCELLED):
+        if event.status not in (RunStatus.COMPLETED, RunStatus.TIMED_OUT, RunStatus.LIMIT, RunStatus.CANCELLED):
             self.problems.append((event.at, f"run {event.run} of {run.task if run else '?'}: {event.status}"))
         if run is None:
             return

@@ -162,11 +162,11 @@ def test_wall_time_ends_a_run_as_timed_out_and_scores_it(service: gyre.ServiceCl
     assert (agent.result.status, agent.result.reward) == (RunStatus.TIMED_OUT, 1.0)
 
 
-def test_turn_limit_of_the_proxy_ends_a_run_as_timed_out(service: gyre.ServiceClient, tmp_path: Path) -> None:
+def test_turn_limit_of_the_proxy_ends_a_run_as_limit(service: gyre.ServiceClient, tmp_path: Path) -> None:
     with gyre.session(a_task(), service=service, workspace="local", limits=gyre.Limits(turns=2)) as agent:
         for _ in range(5):
             ask(agent.openai())
-    assert agent.result.status is RunStatus.TIMED_OUT
+    assert agent.result.status is RunStatus.LIMIT
     assert len(stored(tmp_path)[2]) == 2
 
 

@@ -178,7 +178,7 @@ def test_a_run_from_open_to_end(model: Path, tmp_path: Path) -> None:
         refused = proxy.chat(access, {"messages": [USER]})
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "run_closed")
         end = {"status": "completed", "reward": 0.5, "parts": {"tests": 0.5}}
-        assert proxy.control.post(f"{path}/end", json=end).json() == {}
+        assert proxy.control.post(f"{path}/end", json=end).json() == {"status": "completed"}
         assert proxy.control.post(f"{path}/end", json=end).status_code == 200
         assert proxy.control.post(f"{path}/end", json={"status": "cancelled"}).status_code == 409
         assert proxy.control.post(f"{path}/lanes", json={}).status_code == 409

@@ -123,20 +123,6 @@ class ChatStream(AnswerStream):
         return encode_data(_encode({**self._head, "model": self._model, "choices": [choice]}))
 
 
-def settled_length(text: str, stops: Sequence[str]) -> int:
-    """Return how much of a text ends before anything that may be the start of a stop string."""
-    end = len(text)
-    for stop in stops:
-        found = text.find(stop)
-        if found >= 0:
-            end = min(end, found)
-        for size in range(min(len(stop) - 1, len(text)), 0, -1):
-            if text.endswith(stop[:size]):
-                end = min(end, len(text) - size)
-                break
-    return end
-
-
 def _choice(index: int, choice: Choice) -> dict[str, Any]:
     answer = choice.answer
     message: dict[str, Any] = {

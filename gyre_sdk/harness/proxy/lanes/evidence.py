@@ -135,7 +135,11 @@ def start_of(asked: Asked, preset: Preset, lanes: Sequence[LaneView], calls: Seq
 
 
 def resumed_lane(asked: Asked, preset: Preset, lanes: Sequence[LaneView], calls: Sequence[CallView]) -> LaneView | None:
-    """Return the lane whose summary a request begins with."""
+    """Return the lane whose summary a request begins with.
+
+    Where the text is no summary on record, the program's own words tell: the lane that was summed up last, or, for a
+    summary that was made elsewhere, the one that this agent used last.
+    """
     known = {lane.lane: lane for lane in lanes}
     texts = [item.content for item in (*system_messages(asked), *first_users(asked))]
     last = last_user(asked)
@@ -150,7 +154,8 @@ def resumed_lane(asked: Asked, preset: Preset, lanes: Sequence[LaneView], calls:
             return known.get(lane.parent) if is_summary(lane) and lane.parent else lane
     if any(sign.shown(asked) for sign in preset.resumes):
         summaries = sorted((lane for lane in lanes if is_summary(lane)), key=lambda lane: -lane.last_used)
-        return next((known[lane.parent] for lane in summaries if lane.parent in known), None)
+        summed = next((known[lane.parent] for lane in summaries if lane.parent in known), None)
+        return summed or next((lane for lane in conversations(lanes) if same_agent(asked, lane)), None)
     return None
 
 

@@ -12,15 +12,16 @@ import msgspec
 from aiohttp import web
 
 from gyre_sdk.errors import GyreError, ProtocolError, ServiceError
-from gyre_sdk.harness.proxy.dialects.chat import ChatCompletions
-from gyre_sdk.harness.proxy.render import Template, load_template
+from gyre_sdk.harness.proxy.render import Template
 from gyre_sdk.harness.proxy.server.agents import Agents
 from gyre_sdk.harness.proxy.server.conduct import Services
 from gyre_sdk.harness.proxy.server.control import Control
 from gyre_sdk.harness.proxy.server.fleet import Fleet
 from gyre_sdk.harness.proxy.server.metrics import MetricsPage, loopback
-from gyre_sdk.harness.proxy.server.settings import HistoryPolicy, ProxySettings, new_key
+from gyre_sdk.harness.proxy.server.protocols import speaking
+from gyre_sdk.harness.proxy.server.settings import ProxySettings, new_key
 from gyre_sdk.harness.proxy.server.state import Registry
+from gyre_sdk.harness.proxy.server.templates import Templates
 from gyre_sdk.harness.proxy.upstream import Upstream
 from gyre_sdk.journal import Journal
 
@@ -46,12 +47,7 @@ class ProxyServer:
         self.service_key = settings.service_key or new_key()
         self.url = ""
         """`http://host:port` once started."""
-        keep_all = {"thinking_retention": "all", **settings.renderer_options}
-        options = {HistoryPolicy.BRIDGE: keep_all, HistoryPolicy.AS_TEMPLATE: settings.renderer_options}
-        self._templates = {
-            policy: template or load_template(settings.model, settings.renderer, given, settings.context)
-            for policy, given in options.items()
-        }
+        self._templates = Templates(settings, template)
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -186,7 +182,6 @@ async def _errors(
 
 
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
-_CHAT = ChatCompletions()
 
 
 def _refusal(request: web.Request, error: ProtocolError) -> web.Response:
@@ -194,7 +189,7 @@ def _refusal(request: web.Request, error: ProtocolError) -> web.Response:
     if error.status == 503:
         headers["Retry-After"] = _RETRY_AFTER
     if request.path.startswith("/v1/"):
-        body = _CHAT.error(error)
-    else:
-        body = msgspec.json.encode({"error": {"message": str(error), "code": error.code, "param": error.param}})
+        dialect = speaking(request.path, {name.lower(): "" for name in request.headers})
+        return web.Response(status=dialect.status(error), body=dialect.error(error), headers=headers)
+    body = msgspec.json.encode({"error": {"message": str(error), "code": error.code, "param": error.param}})
     return web.Response(status=error.status, body=body, headers=headers)

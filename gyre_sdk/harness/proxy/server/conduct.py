@@ -6,16 +6,14 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from gyre_sdk.errors import GyreError, ProtocolError, RenderError
-from gyre_sdk.harness.proxy.dialects import Answer, Choice, Delta, ModelRequest, Part, TokenText
-from gyre_sdk.harness.proxy.dialects.canonical import ToolCall
-from gyre_sdk.harness.proxy.dialects.chat import settled_length
+from gyre_sdk.errors import GyreError, ProtocolError
+from gyre_sdk.harness.proxy.dialects import Answer, Choice, ModelRequest, TokenText
 from gyre_sdk.harness.proxy.dialects.history import Ids
 from gyre_sdk.harness.proxy.exchange import (
     AbortAttempt,
@@ -46,7 +44,9 @@ from gyre_sdk.harness.proxy.render import Template
 from gyre_sdk.harness.proxy.server.attempts import Attempts
 from gyre_sdk.harness.proxy.server.fleet import Fleet
 from gyre_sdk.harness.proxy.server.metrics import Metrics
-from gyre_sdk.harness.proxy.server.settings import HistoryPolicy, ProxySettings
+from gyre_sdk.harness.proxy.server.settings import ProxySettings
+from gyre_sdk.harness.proxy.server.speech import Speech, whole_answer
+from gyre_sdk.harness.proxy.server.templates import Templates
 from gyre_sdk.journal import CallIntent, Journal
 from gyre_sdk.records import CallStatus
 
@@ -62,8 +62,8 @@ class Services:
 
     settings: ProxySettings
     journal: Journal
-    templates: Mapping[HistoryPolicy, Template]
-    """How the model writes conversations, under each history policy."""
+    templates: Templates
+    """How the model writes conversations."""
     fleet: Fleet
     spawn: Callable[[Any], asyncio.Task[None]]
     """Starts a supervised task."""
@@ -71,8 +71,8 @@ class Services:
 
     @property
     def template(self) -> Template:
-        """Return the template for what does not depend on the policy: parsing, text, limits."""
-        return self.templates[self.settings.history]
+        """Return the template for what does not depend on the policy: text, limits, stop tokens."""
+        return self.templates.base
 
 
 class LiveCall:
@@ -85,6 +85,7 @@ class LiveCall:
         intent: CallIntent,
         exchange: Exchange,
         prompt: Sequence[int] | Ids,
+        template: Template,
     ) -> None:
         self.request = request
         self.intent = intent
@@ -93,11 +94,7 @@ class LiveCall:
         self.prompt_tokens = len(intent.prompt_ids)
         self.answer: Answer | None = None
         self.finish: str | None = None
-        self.deltas: list[Delta] = []
-        """What the agent may see so far, in order."""
-        self.parsed = 0
-        """Sampled tokens behind `deltas`."""
-        self._shown = Answer()
+        self.speech = Speech(template, request, intent.prompt_ids, exchange.call.removeprefix("c-"))
         self.watchers = 0
         """Connections that stream this call now."""
         self.on_complete: Callable[[LiveCall], None] = lambda call: None
@@ -108,7 +105,7 @@ class LiveCall:
         self._began = time.monotonic()
         self._log: CallLog | None = None
         self._task: asyncio.Task[None] | None = None
-        self._cancelled: str | None = None
+        self._cancelled: Cancelled | None = None
         self._failure: Fail | None = None
         self._changed: asyncio.Event = asyncio.Event()
 
@@ -127,41 +124,19 @@ class LiveCall:
             return None
         return ProtocolError(fail.message, status=fail.status, code=fail.code, retryable=fail.retryable)
 
+    @property
+    def cost(self) -> float:
+        """What the sampled tokens cost the run's budget, in US dollars."""
+        return self._services.settings.prices.of(0, len(self.exchange.ids))
+
     def changes(self) -> asyncio.Event:
         """Return what is set at the next change; take it before looking."""
         return self._changed
 
     def advance(self) -> None:
-        """Add to `deltas` what may be shown by now."""
-        upto = self.exchange.released
-        if self.done or upto <= self.parsed + self.parsed // 16:
-            return
-        if self.request.sampling.stop:
-            upto = self._clean(upto)
-        partial = self._parse(self.exchange.ids[:upto], final=False)
-        self._show(Answer(self._settled(partial.content), self._settled(partial.reasoning)))
-        self.parsed = max(upto, self.parsed)
-
-    def _show(self, answer: Answer) -> None:
-        """Append what `answer` has more than what was shown before."""
-        reasoning, content = self._shown.reasoning, self._shown.content
-        if len(answer.reasoning) > len(reasoning) and answer.reasoning.startswith(reasoning):
-            self.deltas.append(Delta(Part.REASONING, answer.reasoning[len(reasoning) :]))
-            reasoning = answer.reasoning
-        if len(answer.content) > len(content) and answer.content.startswith(content):
-            self.deltas.append(Delta(Part.CONTENT, answer.content[len(content) :]))
-            content = answer.content
-        for call in answer.tool_calls:
-            self.deltas.append(Delta(Part.CALL, call=ToolCall(call.id, call.name)))
-            if call.arguments:
-                self.deltas.append(Delta(Part.ARGUMENTS, call.arguments))
-        self._shown = Answer(content, reasoning)
-
-    def _settled(self, content: str) -> str:
-        text = content.rstrip().rstrip("\ufffd")
-        if "<think>".startswith(text):
-            return ""
-        return text[: settled_length(text, self.request.sampling.stop)].rstrip()
+        """Bring `speech` to what may be shown by now."""
+        if not self.done:
+            self.speech.hear(self.exchange.ids, self.exchange.released)
 
     def choice(self) -> Choice:
         """Return the finished answer."""
@@ -172,9 +147,7 @@ class LiveCall:
 
     def token_texts(self, start: int, end: int) -> tuple[TokenText, ...]:
         """Return sampled tokens as agents may ask to see them."""
-        pairs = zip(self.exchange.ids[start:end], self.exchange.logprobs[start:end], strict=True)
-        texts = [(self._services.template.text([token]), logprob) for token, logprob in pairs]
-        return tuple(TokenText(text, text.encode(), logprob) for text, logprob in texts)
+        return self.speech.tokens(self.exchange.ids[start:end], self.exchange.logprobs[start:end])
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -195,12 +168,12 @@ class LiveCall:
     def restore(self, answer: Answer, finish: str) -> None:
         """Take a recorded end instead of running."""
         self.answer, self.finish = answer, finish
-        self._show(answer)
+        self.speech.recall(whole_answer(answer), len(self.exchange.ids))
 
-    def cancel(self, message: str) -> None:
-        """End the call without an answer."""
+    def cancel(self, message: str, code: str = "run_closed") -> None:
+        """End the call without an answer; the agent is told `code`."""
         if self._task is not None and not self.exchange.ending and self._cancelled is None:
-            self._cancelled = message
+            self._cancelled = Cancelled(message, code)
             self._task.cancel()
 
     async def ended(self) -> None:
@@ -248,7 +221,7 @@ class LiveCall:
                 task = asyncio.current_task()
                 if task is not None:
                     task.uncancel()
-                event = Cancelled(self._cancelled)
+                event = self._cancelled
             except GyreError as error:
                 log.error("call %s: %s", self.exchange.call, error)
                 event = StoreFailed(str(error))
@@ -304,8 +277,8 @@ class LiveCall:
         writes, exchange = self._log, self.exchange
         assert writes is not None
         if command.status is CallStatus.COMPLETE:
-            self.answer = self._parse(exchange.ids, final=True)
-            self._show(self.answer)
+            reason = exchange.stop_reason
+            self.answer = self.speech.end(exchange.ids, reason if isinstance(reason, str) else None)
             calls = bool(self.answer.tool_calls) and command.finish == "stop"
             self.finish = "tool_calls" if calls else command.finish
         await writes.end(
@@ -324,34 +297,8 @@ class LiveCall:
         self.prompt = ()
         self.intent = msgspec.structs.replace(self.intent, prompt_ids=[], messages=[])
 
-    def _parse(self, ids: list[int], *, final: bool) -> Answer:
-        stop = self.exchange.stop_reason
-        keep_stop = self.request.sampling.extra.get("include_stop_str_in_output")
-        try:
-            return self._services.template.parse(
-                ids,
-                self.intent.prompt_ids,
-                tools=self.request.tools,
-                name=self.exchange.call.removeprefix("c-"),
-                stop=stop if final and isinstance(stop, str) and not keep_stop else None,
-                final=final,
-                choice=self.request.tool_choice,
-                parallel=self.request.parallel_tool_calls,
-            )
-        except RenderError as error:
-            log.warning("call %s: %s; the agent gets the plain text", self.exchange.call, error)
-            return Answer(self._services.template.text(ids) if final else "")
-
-    def _clean(self, upto: int | None = None) -> int:
-        """Return how many sampled tokens end before anything that may be the start of a stop string."""
-        count = len(self.exchange.ids) if upto is None else upto
-        stops = self.request.sampling.stop
-        while stops and count:
-            text = self._services.template.text(self.exchange.ids[:count])
-            if settled_length(text, stops) == len(text):
-                break
-            count -= 1
-        return count
+    def _clean(self) -> int:
+        return self.speech.settled(self.exchange.ids)
 
     def _stored(self, upto: int) -> None:
         if not self.done:

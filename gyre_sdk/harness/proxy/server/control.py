@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -12,15 +13,17 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from gyre_sdk.errors import JournalError, ProtocolError
+from gyre_sdk.errors import JournalError, ProtocolError, SettingsError
+from gyre_sdk.harness.proxy.lanes.loading import load_classifier
 from gyre_sdk.harness.proxy.recorder import durable
 from gyre_sdk.harness.proxy.server.agents import bearer
 from gyre_sdk.harness.proxy.server.bodies import read_body
+from gyre_sdk.harness.proxy.server.budgets import Limits, Prices, Spent, final_status
 from gyre_sdk.harness.proxy.server.conduct import Services
 from gyre_sdk.harness.proxy.server.prepare import abort_orphan
 from gyre_sdk.harness.proxy.server.replicas import ReplicaControl, describe
 from gyre_sdk.harness.proxy.server.settings import new_key
-from gyre_sdk.harness.proxy.server.state import OPEN, Limits, Registry, RunState, key_digest
+from gyre_sdk.harness.proxy.server.state import OPEN, Lane, Registry, RunState, key_digest
 from gyre_sdk.records import MAIN, SUBAGENT, GroupId, LaneId, LaneRecord, RunId, RunRecord, RunStatus
 
 T = TypeVar("T")
@@ -39,6 +42,8 @@ class OpenRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dispatch_version: int | None = None
     """None takes the newest version that a replica serves."""
     limits: Limits = Limits()
+    classifier: str = ""
+    """Preset or import path that tells the lanes of an agent with one key for everything; empty: one lane per key."""
 
 
 class OpenLane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,6 +59,19 @@ class OpenLane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CloseRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of `POST /gyre/v1/runs/{run}/close`."""
 
+    seconds: float = 0.0
+    """How long calls in flight may go on."""
+
+
+class FinishRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of `POST /gyre/v1/runs/{run}/finish`."""
+
+    status: RunStatus = RunStatus.COMPLETED
+    reward: float | None = None
+    """None: the run is unscored, which is not 0."""
+    parts: dict[str, float] = {}
+    error: str | None = None
+    placeholder: bool = False
     seconds: float = 0.0
     """How long calls in flight may go on."""
 
@@ -94,6 +112,13 @@ class Control:
     async def open_run(self, request: web.Request) -> web.Response:
         """Open a run and its main lane; both are durable before the answer."""
         given = await self._body(request, OpenRun)
+        if given.limits.cost is not None and self._services.settings.prices == Prices():
+            raise ProtocolError("limits.cost needs the service's prices; set them in its settings", param="limits.cost")
+        if given.classifier:
+            try:
+                load_classifier(given.classifier)
+            except SettingsError as error:
+                raise ProtocolError(str(error), param="classifier") from error
         now, run, lane, key = time.time(), RunId(f"r-{secrets.token_hex(8)}"), _new_lane(), new_key()
         version = self._services.fleet.routes.version if given.dispatch_version is None else given.dispatch_version
         limits = {name: value for name, value in msgspec.structs.asdict(given.limits).items() if value is not None}
@@ -105,11 +130,16 @@ class Control:
             member=given.member,
             dispatch_version=version,
             owner=given.owner,
-            metadata={**given.metadata, "split": given.split, **({"limits": limits} if limits else {})},
+            metadata={
+                **given.metadata,
+                "split": given.split,
+                **({"limits": limits} if limits else {}),
+                **({"classifier": given.classifier} if given.classifier else {}),
+            },
         )
         main = LaneRecord(lane=lane, run=run, role=MAIN, name=MAIN, parent=None, created_at=now)
         await durable(self._services.journal.open_run(record, main, key_digest(key)))
-        state = RunState(run, now, given.limits)
+        state = RunState(run, now, given.limits, training=given.group is not None, classifier=given.classifier)
         self._registry.open_run(state)
         self._registry.open_lane(state, main, key_digest(key))
         return _json({"run": run, "version": version, **self._access(lane, key)})
@@ -142,11 +172,7 @@ class Control:
     async def release_lane(self, request: web.Request) -> web.Response:
         """Give a parent's key back to the parent."""
         state = await self._state(request)
-        lane = state.lanes.get(request.match_info["lane"])
-        if lane is None:
-            raise ProtocolError(
-                f"lane {request.match_info['lane']!r} is not a lane of run {state.run}", status=404, code="no_such_lane"
-            )
+        lane = self._lane(state, request)
         for other in state.lanes.values():
             if lane in other.diverted:
                 other.diverted.remove(lane)
@@ -163,30 +189,68 @@ class Control:
     async def end_run(self, request: web.Request) -> web.Response:
         """Record the terminal state of a run; its keys open nothing any more."""
         given = await self._body(request, EndRun)
+        return _json({"status": await self._end(RunId(request.match_info["run"]), given, 0.0)})
+
+    async def finish_run(self, request: web.Request) -> web.Response:
+        """Close and end a run in one step; tell what it used."""
+        given = await self._body(request, FinishRun)
+        run = RunId(request.match_info["run"])
+        end = EndRun(given.status, given.reward, given.parts, given.error, given.placeholder)
+        status = await self._end(run, end, given.seconds)
+        return _json({"status": status, **await asyncio.to_thread(self._totals, run)})
+
+    async def _end(self, run: RunId, given: EndRun, seconds: float) -> RunStatus:
         if given.status is RunStatus.RUNNING:
             raise ProtocolError("status must be a terminal state of a run", param="status")
-        run = RunId(request.match_info["run"])
+        if given.reward is not None and not math.isfinite(given.reward):
+            raise ProtocolError(f"reward is {given.reward}; give a finite number, or null for unscored", param="reward")
         state = await self._registry.run(run)
         if state is not None:
-            await self._close(state, 0.0)
-        elif await asyncio.to_thread(self._services.journal.run, run) is None:
-            raise ProtocolError(f"run {run!r} is not in the store", status=404, code="no_such_run")
+            await self._close(state, seconds)
+            spent = state.spent
+        else:
+            if await asyncio.to_thread(self._services.journal.run, run) is None:
+                raise ProtocolError(f"run {run!r} is not in the store", status=404, code="no_such_run")
+            found = await asyncio.to_thread(self._services.journal.spent, run)
+            spent = Spent(*found) if found else None
+        status = final_status(given.status, spent)
+        error = given.error or (str(spent.refusal()) if spent is not None and status is spent.status else None)
         try:
             await durable(
                 self._services.journal.end_run(
                     run,
-                    given.status,
+                    status,
                     at=time.time(),
                     reward=given.reward,
                     parts=given.parts,
-                    error=given.error,
+                    error=error,
                     placeholder=given.placeholder,
                 )
             )
-        except JournalError as error:
-            raise ProtocolError(str(error), status=409, code="run_ended") from error
+        except JournalError as problem:
+            raise ProtocolError(str(problem), status=409, code="run_ended") from problem
         self._registry.drop(run)
         self._services.fleet.routes.forget(run)
+        return status
+
+    async def show_run(self, request: web.Request) -> web.Response:
+        """Tell what is on record of a run, and what it has spent."""
+        run = RunId(request.match_info["run"])
+        record = await asyncio.to_thread(self._services.journal.run, run)
+        if record is None:
+            raise ProtocolError(f"run {run!r} is not in the store", status=404, code="no_such_run")
+        lanes = await asyncio.to_thread(self._services.journal.lanes, run)
+        state = await self._registry.run(run)
+        now: dict[str, Any] = {"open": state is not None and not state.closed}
+        if state is not None:
+            now |= {"in_flight": len(state.live), "usage": state.usage, "spent": state.spent and state.spent.what}
+        totals = await asyncio.to_thread(self._totals, run)
+        return _json({**msgspec.to_builtins(record), "lanes": msgspec.to_builtins(lanes), **totals, **now})
+
+    async def revoke_lane(self, request: web.Request) -> web.Response:
+        """Make a lane's key open nothing from now on; its calls in flight go on."""
+        state = await self._state(request)
+        self._registry.revoke(self._lane(state, request))
         return _json({})
 
     async def status(self, request: web.Request) -> web.Response:
@@ -209,7 +273,8 @@ class Control:
         if not text.isdigit():
             raise ProtocolError(f"after is {text!r}; it must be a sequence number", param="after")
         found = await asyncio.to_thread(self._services.journal.call_summaries, int(text))
-        return _json({"calls": found})
+        run = request.query.get("run")
+        return _json({"calls": [call for call in found if run is None or call.run == run]})
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -245,6 +310,13 @@ class Control:
                 raise ProtocolError(f"run {run!r} is not in the store", status=404, code="no_such_run")
             raise ProtocolError(f"run {run} already ended as {record.status}", status=409, code="run_ended")
         return state
+
+    def _lane(self, state: RunState, request: web.Request) -> Lane:
+        name = request.match_info["lane"]
+        lane = state.lanes.get(name)
+        if lane is None:
+            raise ProtocolError(f"lane {name!r} is not a lane of run {state.run}", status=404, code="no_such_lane")
+        return lane
 
     async def _body(self, request: web.Request, kind: type[T]) -> T:
         body = await read_body(request, self._services.settings.max_body)

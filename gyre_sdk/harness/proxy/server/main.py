@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gyre serve", description="Serve recorded model access to agents.")
     parser.add_argument("--store", type=Path, required=True, help="SQLite file; made when missing")
     parser.add_argument("--model", type=Path, required=True, help="model folder with tokenizer.json")
-    parser.add_argument("--renderer", default="qwen3", help="family in the `renderers` package")
+    parser.add_argument("--renderer", default="auto", help="family in the `renderers` package, `template`, or `auto`")
     parser.add_argument("--renderer-option", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--history", choices=[policy.value for policy in HistoryPolicy], default="bridge")
     parser.add_argument("--host", default="127.0.0.1")

@@ -5,20 +5,30 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import msgspec
+import numpy as np
 
 from gyre_sdk.errors import ProtocolError, RenderError
 from gyre_sdk.harness.proxy.dialects.canonical import Answer, Message, ModelRequest, ToolChoice
 from gyre_sdk.harness.proxy.dialects.history import History, Match, Origin
 from gyre_sdk.harness.proxy.exchange import Exchange
-from gyre_sdk.harness.proxy.render import Template
+from gyre_sdk.harness.proxy.render import Ids, Template
+from gyre_sdk.harness.proxy.server.budgets import Spent, room
 from gyre_sdk.harness.proxy.server.conduct import LiveCall, Services
 from gyre_sdk.harness.proxy.server.settings import HistoryPolicy
 from gyre_sdk.harness.proxy.server.state import OPEN, Lane, Orphan, RequestRecord, RunState
 from gyre_sdk.harness.proxy.server.turns import Turn
 from gyre_sdk.journal import CallIntent, TokenChunk
 from gyre_sdk.records import AttemptRecord, CallId, CallStatus, Sampling
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_NOT_TRAINED = ("logit_bias", "allowed_token_ids", "bad_words")
+"""Sampling fields refused in a run whose rewards are compared."""
 
 OFF_LOOP = 200_000
 """Bodies larger than this many bytes are parsed and rendered in a thread, so that other streams go on."""
@@ -32,15 +42,21 @@ async def prepare(services: Services, lane: Lane, turn: Turn, digest: str, size:
     """
     request, run = turn.request, lane.run
     policy = services.settings.policy(lane.record.role)
-    lenient = policy is HistoryPolicy.BRIDGE
-    template, place = services.templates[policy], lane.record.lane
-    if size > OFF_LOOP:
-        match, prompt, origin = await asyncio.to_thread(_continue, run.history, template, place, request, lenient)
+    template = await _template(services, policy, request.thinking)
+    large, origins = size > OFF_LOOP, []
+    if request.prompts:
+        match = Match(None, 0, (), 0)
+        for given in request.prompts:
+            origins.append(await _off_loop(large, _verbatim, run.history, template, lane.record.lane, request, given))
     else:
-        match, prompt, origin = _continue(run.history, template, place, request, lenient)
-    sampling = _resolve(services, request, len(prompt), run, turn.at)
+        lenient = policy is HistoryPolicy.BRIDGE
+        match, origin = await _off_loop(large, _continue, run.history, template, lane.record.lane, request, lenient)
+        origins.append(origin)
+    sampling = _resolve(services, request, max(len(origin.prompt) for origin in origins), run, turn.at)
     stored = RequestRecord(request.dialect, policy, digest, turn.name, 0, request.fields)
-    for index in range(request.n):
+    messages = [msgspec.to_builtins(message) for message in match.messages]
+    for index in range(request.n * len(origins)):
+        origin = origins[index // request.n]
         call = CallId(f"c-{turn.name}" if not index else f"c-{turn.name}{index}")
         intent = CallIntent(
             call=call,
@@ -50,15 +66,42 @@ async def prepare(services: Services, lane: Lane, turn: Turn, digest: str, size:
             parent=CallId(origin.parent.call) if origin.parent else None,
             fork_reason=origin.fork,
             shared=origin.shared,
-            prompt_ids=prompt,
+            prompt_ids=origin.prompt.tolist(),
             sampling=sampling,
             request=msgspec.to_builtins(msgspec.structs.replace(stored, index=index)),
-            messages=[msgspec.to_builtins(message) for message in match.messages],
+            messages=messages,
+            raw=list(request.raw),
             received_at=turn.at,
         )
-        turn.calls.append(LiveCall(services, request, intent, Exchange(call, sampling), origin.prompt))
-    run.calls += request.n
-    run.prompt_tokens += len(prompt) * request.n
+        turn.calls.append(LiveCall(services, request, intent, Exchange(call, sampling), origin.prompt, template))
+    usage, prompts = run.usage, sum(call.prompt_tokens for call in turn.calls)
+    usage.calls += len(turn.calls)
+    usage.prompt_tokens += prompts
+    usage.cost += services.settings.prices.of(prompts, 0)
+
+
+async def count_prompt(services: Services, lane: Lane, request: ModelRequest, size: int) -> int:
+    """Return how many tokens a request's prompt would have.
+
+    Raises:
+        ProtocolError: the messages cannot be rendered.
+    """
+    policy = services.settings.policy(lane.record.role)
+    template = await _template(services, policy, request.thinking)
+    lenient = policy is HistoryPolicy.BRIDGE
+    _, origin = await _off_loop(
+        size > OFF_LOOP, _continue, lane.run.history, template, lane.record.lane, request, lenient
+    )
+    return len(origin.prompt)
+
+
+async def _template(services: Services, policy: HistoryPolicy, thinking: bool | None) -> Template:
+    known = services.templates.known(policy, thinking)
+    return known if known is not None else await asyncio.to_thread(services.templates.of, policy, thinking)
+
+
+async def _off_loop(large: bool, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    return await asyncio.to_thread(function, *args, **kwargs) if large else function(*args, **kwargs)
 
 
 def track(run: RunState, call: LiveCall) -> None:
@@ -67,7 +110,8 @@ def track(run: RunState, call: LiveCall) -> None:
 
     def complete(done: LiveCall) -> None:
         intent = done.intent
-        run.sampled_tokens += len(done.exchange.ids)
+        run.usage.sampled_tokens += len(done.exchange.ids)
+        run.usage.cost += done.cost
         run.history.add(
             intent.call,
             intent.lane,
@@ -106,7 +150,8 @@ def revive(services: Services, request: ModelRequest, orphans: list[Orphan]) -> 
             fork_reason=record.fork_reason, shared=record.shared, prompt_ids=record.prompt_ids, sampling=record.sampling,
             request=msgspec.to_builtins(orphan.request), messages=orphan.messages, received_at=record.received_at,
         )  # fmt: skip
-        call = LiveCall(services, request, intent, exchange, record.prompt_ids)
+        template = services.templates.of(HistoryPolicy(orphan.request.history))
+        call = LiveCall(services, request, intent, exchange, record.prompt_ids, template)
         if ended and orphan.answer is not None:
             said = msgspec.convert(orphan.answer, Message)
             call.restore(Answer(said.content, said.reasoning, said.tool_calls), record.finish_reason or "stop")
@@ -154,37 +199,48 @@ def new_turn(request: ModelRequest) -> Turn:
 
 def _continue(
     history: History, template: Template, lane: str, request: ModelRequest, lenient: bool
-) -> tuple[Match, list[int], Origin]:
+) -> tuple[Match, Origin]:
     match = history.match(lane, request.tools, request.messages, lenient=lenient)
     prompt = _prompt(template, request, match)
-    return match, prompt, history.origin(lane, request.tools, request.messages, match, prompt)
+    return match, history.origin(lane, request.tools, request.messages, match, prompt)
 
 
-def _prompt(template: Template, request: ModelRequest, match: Match) -> list[int]:
+def _verbatim(
+    history: History, template: Template, lane: str, request: ModelRequest, given: str | tuple[int, ...]
+) -> Origin:
+    """Return the origin of a prompt that is taken as it is."""
+    prompt = list(given) if isinstance(given, tuple) else template.tokenizer.encode(given)
+    if not prompt:
+        raise ProtocolError("the prompt has no tokens", code="invalid_value", param="prompt")
+    return history.origin(lane, (), (), Match(None, 0, (), 0), prompt)
+
+
+def _prompt(template: Template, request: ModelRequest, match: Match) -> Ids:
     past, new = match.messages[: match.consumed], match.messages[match.consumed :]
     try:
         if match.recorded is not None:
             bridged = template.bridge(match.recorded.whole, match.recorded.prompt_len, new, request.tools, past)
             if bridged is not None:
-                ids: list[int] = bridged.tolist()
-                return ids
-        return template.render(match.messages, request.tools)
+                return bridged
+        return np.asarray(template.render(match.messages, request.tools), dtype=np.int32)
     except RenderError as error:
         raise ProtocolError(str(error), code="cannot_render", param="messages") from error
 
 
 def _resolve(services: Services, request: ModelRequest, prompt: int, run: RunState, at: float) -> Sampling:
-    limits, sampling = run.limits, request.sampling
-    if limits.turns is not None and run.calls + request.n > limits.turns:
-        raise _spent(f"{limits.turns} turns")
-    if limits.seconds is not None and at - run.created_at > limits.seconds:
-        raise _spent(f"{limits.seconds:g} s of wall time")
-    longest = sampling.max_tokens or services.settings.max_tokens
-    if limits.tokens is not None:
-        left = (limits.tokens - run.prompt_tokens - run.sampled_tokens) // request.n - prompt
-        if left < 1:
-            raise _spent(f"{limits.tokens} tokens")
-        longest = min(longest, left)
+    sampling = request.sampling
+    if run.training:
+        for name in _NOT_TRAINED:
+            if sampling.extra.get(name):
+                problem = f"{name} is refused while a trainer uses the run: it changes what is sampled behind its back"
+                raise ProtocolError(problem, code="invalid_value", param=name)
+    calls = request.n * max(1, len(request.prompts))
+    most = room(run.limits, run.usage, services.settings.prices, age=at - run.created_at, calls=calls, prompt=prompt)
+    if isinstance(most, Spent):
+        run.spend(most)
+        services.journal.spend_run(run.run, most.status, most.what)
+        raise most.refusal()
+    longest = min(sampling.max_tokens or services.settings.max_tokens, most or 1 << 31)
     context = services.template.context
     if context is not None:
         if prompt >= context:
@@ -202,7 +258,3 @@ def _resolve(services: Services, request: ModelRequest, prompt: int, run: RunSta
     if request.tool_choice in (ToolChoice.REQUIRED, ToolChoice.NAMED):
         raise ProtocolError("tool_choice must be auto or none", code="invalid_value", param="tool_choice")
     return msgspec.structs.replace(sampling, max_tokens=longest, stop_token_ids=stops, extra=extra)
-
-
-def _spent(what: str) -> ProtocolError:
-    return ProtocolError(f"the run has spent its budget of {what}", status=403, code="limit_exceeded")

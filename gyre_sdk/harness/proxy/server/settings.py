@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from gyre_sdk.harness.proxy.routing import ReplicaSpec
+from gyre_sdk.harness.proxy.server.budgets import Prices
 
 
 class HistoryPolicy(StrEnum):
@@ -28,8 +29,8 @@ class ProxySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """SQLite file; made when missing."""
     model: Path
     """Model folder with `tokenizer.json`."""
-    renderer: str = "qwen3"
-    """Family in the `renderers` package."""
+    renderer: str = "auto"
+    """Family in the `renderers` package, `template` (the model's own chat template), or `auto`: what fits the model."""
     renderer_options: dict[str, Any] = {}
     """Of that family's configuration, for example `enable_thinking`."""
     history: HistoryPolicy = HistoryPolicy.BRIDGE
@@ -63,6 +64,10 @@ class ProxySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds between writes of sampled tokens that no agent waits for."""
     gather: int = 8
     """Tokens per chunk that an engine may gather for answers that are not streamed; 1 turns it off."""
+    client_patience: float = 300.0
+    """Seconds that an agent may leave an answer unread, or a request unfinished, before its connection is closed."""
+    prices: Prices = Prices()
+    """What calls cost their run's budget."""
     grace: float = 10.0
     """Seconds that SIGTERM gives calls in flight."""
 

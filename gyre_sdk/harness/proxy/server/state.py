@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ import msgspec
 from gyre_sdk.errors import ProtocolError
 from gyre_sdk.harness.proxy.dialects.canonical import Message
 from gyre_sdk.harness.proxy.dialects.history import History
+from gyre_sdk.harness.proxy.server.budgets import LIMIT_CODE, Limits, Spent, Usage, out_of_time
 from gyre_sdk.harness.proxy.server.conduct import LiveCall
 from gyre_sdk.harness.proxy.server.settings import ProxySettings
 from gyre_sdk.harness.proxy.server.turns import Turn
@@ -23,17 +25,6 @@ OPEN = (CallStatus.RECEIVED, CallStatus.DISPATCHED, CallStatus.STREAMING)
 _ANSWERED = (CallStatus.COMPLETE, CallStatus.DELIVERED)
 
 
-class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Budgets of a run; None means none."""
-
-    tokens: int | None = None
-    """Prompt + sampled tokens, summed over calls."""
-    turns: int | None = None
-    """Calls."""
-    seconds: float | None = None
-    """Wall time since the run was opened."""
-
-
 class RequestRecord(msgspec.Struct, frozen=True):
     """What is stored of a request beside its messages."""
 
@@ -41,13 +32,15 @@ class RequestRecord(msgspec.Struct, frozen=True):
     history: str
     """Policy that the prompt was made under."""
     digest: str
-    """blake2b-128 of the decompressed body, to know retries after a restart."""
+    """Protocol and blake2b-128 of the decompressed body, to know retries after a restart."""
     turn: str
     """Shared by the choices of one request."""
     index: int
     """Number of the choice."""
     body: dict[str, Any]
     """Fields as sent."""
+    key_lane: str = ""
+    """Lane of the key that the request came with, where that is not the call's own."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +51,7 @@ class Lane:
     run: RunState
     diverted: list[Lane] = field(default_factory=list)
     """Lanes that calls with this lane's key go to, the last one first."""
+    revoked: bool = False
 
     @property
     def serving(self) -> Lane:
@@ -82,11 +76,30 @@ class RunState:
     """Calls of a process that died, by lane and body digest."""
     live: set[LiveCall] = field(default_factory=set)
     """Calls in flight."""
+    named: dict[str, Turn] = field(default_factory=dict)
+    """By name, for protocols that refer to earlier answers."""
+    usage: Usage = field(default_factory=Usage)
     closed: bool = False
-    calls: int = 0
-    """Calls accepted so far."""
-    prompt_tokens: int = 0
-    sampled_tokens: int = 0
+    alarm: asyncio.TimerHandle | None = None
+    """Rings when the wall time is over."""
+    spent: Spent | None = None
+    """The budget that ended the run."""
+    training: bool = False
+    """Whether the run's rewards are compared: what a trainer cannot reproduce is refused."""
+    classifier: str = ""
+    """Tells the lanes of an agent that has one key for everything; empty: lanes go by their keys."""
+
+    def refusal(self) -> ProtocolError:
+        """Return what a call of a closed run is told."""
+        if self.spent is not None:
+            return self.spent.refusal()
+        return ProtocolError("the run is closed: it takes no more calls", status=403, code="run_closed")
+
+    def spend(self, spent: Spent) -> None:
+        """Close the run because a budget ran out; its calls in flight end."""
+        self.closed, self.spent = True, spent
+        for call in list(self.live):
+            call.cancel(str(spent.refusal()), LIMIT_CODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +133,11 @@ class Registry:
         return sum(len(run.live) for run in self._runs.values())
 
     def open_run(self, state: RunState) -> None:
-        """Keep a run that was just opened."""
+        """Keep a run that was just opened, or read back from the store."""
         self._runs[state.run] = state
+        if state.limits.seconds is not None and state.spent is None:
+            left = state.created_at + state.limits.seconds - time.time()
+            state.alarm = asyncio.get_running_loop().call_later(max(left, 0.0), self._time_is_up, state)
 
     def open_lane(self, state: RunState, record: LaneRecord, digest: str) -> Lane:
         """Keep a lane that was just opened."""
@@ -131,8 +147,14 @@ class Registry:
 
     def drop(self, run: RunId) -> None:
         """Forget a run that ended."""
-        self._runs.pop(run, None)
+        state = self._runs.pop(run, None)
+        if state is not None and state.alarm is not None:
+            state.alarm.cancel()
         self._keys = {digest: lane for digest, lane in self._keys.items() if lane.run.run != run}
+
+    def revoke(self, lane: Lane) -> None:
+        """Make a lane's keys open nothing."""
+        lane.revoked = True
 
     async def lane(self, key: str) -> Lane:
         """Return the lane that a key opens.
@@ -143,6 +165,8 @@ class Registry:
         digest = key_digest(key)
         lane = self._keys.get(digest)
         if lane is not None:
+            if lane.revoked:
+                raise ProtocolError("the API key was revoked", status=401, code="invalid_api_key")
             return lane
         record = await asyncio.to_thread(self._journal.lane_of_key, digest) if key else None
         if record is None:
@@ -168,30 +192,42 @@ class Registry:
                 if state is None:
                     state = await asyncio.to_thread(self._load, run)
                     if state is not None:
-                        self._runs[run] = state
+                        self.open_run(state)
         return state
+
+    def _time_is_up(self, state: RunState) -> None:
+        if state.spent is None:
+            spent = out_of_time(state.limits)
+            state.spend(spent)
+            self._journal.spend_run(state.run, spent.status, spent.what)
 
     def _load(self, run: RunId) -> RunState | None:
         record = self._journal.run(run)
         if record is None or record.status is not RunStatus.RUNNING:
             return None
-        state = RunState(run, record.created_at, limits_of(record))
+        state = RunState(run, record.created_at, limits_of(record), training=record.group is not None)
+        state.classifier = str(record.metadata.get("classifier") or "")
         for lane in self._journal.lanes(run):
             state.lanes[lane.lane] = Lane(lane, state)
         exchanges: dict[str, RecordedExchange] = {item.call: item for item in self._journal.exchanges(run)}
         for call in self._journal.calls(run):
             self._load_call(state, call, exchanges[call.call])
+        spent = self._journal.spent(run)
+        if spent is not None:
+            state.closed, state.spent = True, Spent(*spent)
+        usage, prices = state.usage, self._settings.prices
+        usage.cost = prices.of(usage.prompt_tokens, usage.sampled_tokens)
         return state
 
     def _load_call(self, state: RunState, call: CallRecord, exchange: RecordedExchange) -> None:
         request = msgspec.convert(exchange.request, RequestRecord)
-        state.calls += 1
-        state.prompt_tokens += len(call.prompt_ids)
+        state.usage.calls += 1
+        state.usage.prompt_tokens += len(call.prompt_ids)
         if call.status in _ANSWERED and exchange.answer is not None:
             messages = tuple(msgspec.convert(exchange.messages, list[Message]))
             answer = msgspec.convert(exchange.answer, Message)
             tools = request.body.get("tools") or []
-            state.sampled_tokens += len(call.sampled_ids)
+            state.usage.sampled_tokens += len(call.sampled_ids)
             state.history.add(
                 call.call,
                 call.lane,
@@ -205,7 +241,7 @@ class Registry:
             )
         if call.status in OPEN or call.status in _ANSWERED:
             attempts = len(self._journal.attempts(call.call))
-            state.orphans[(call.lane, request.digest)].append(
+            state.orphans[(request.key_lane or call.lane, request.digest)].append(
                 Orphan(call, request, attempts, exchange.messages, exchange.answer)
             )
 

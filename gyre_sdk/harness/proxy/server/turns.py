@@ -34,6 +34,11 @@ class Turn:
     """Set when `calls` or `problem` is."""
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the request's prompt, or of all its prompts."""
+        return sum(call.prompt_tokens for call in self.calls[:: self.request.n])
+
+    @property
     def failed(self) -> bool:
         """Whether the request has no answer and never will."""
         return self.problem is not None or any(call.error is not None for call in self.calls)

@@ -1,0 +1,169 @@
+"""Gives a turn's answer to a connection: whole, or as a stream while it is sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from gyre_sdk.harness.proxy.dialects import AnswerStream, Dialect, TokenText
+from gyre_sdk.harness.proxy.server.conduct import LiveCall
+from gyre_sdk.harness.proxy.server.turns import Turn
+
+_JSON = {"Content-Type": "application/json"}
+_SSE = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_BUFFERED = 1 << 15
+"""Bytes that a connection may leave unread before its patience is counted; below what makes a write wait."""
+
+
+class SlowClient(ConnectionError):
+    """A connection did not take its answer in time."""
+
+
+class Delivery:
+    """Sends answers.
+
+    Args:
+        heartbeat: seconds of silence after which a streaming agent gets a sign of life.
+        patience: seconds that a connection may leave an answer unread.
+    """
+
+    def __init__(self, heartbeat: float, patience: float) -> None:
+        self._heartbeat = heartbeat
+        self._patience = patience
+
+    async def whole(self, request: web.Request, dialect: Dialect, turn: Turn) -> web.StreamResponse:
+        """Send the whole answer when all calls have ended.
+
+        Raises:
+            ProtocolError: a call failed.
+        """
+        for call in turn.calls:
+            await call.ended()
+        _raise_failure(turn.calls)
+        choices = [call.choice() for call in turn.calls]
+        body = dialect.body(turn.request, turn.name, turn.at, choices, turn.prompt_tokens)
+        response = web.Response(body=body, headers=_JSON)
+        await response.prepare(request)
+        await response.write_eof()
+        _note_delivery(request, turn)
+        return response
+
+    async def streamed(self, request: web.Request, dialect: Dialect, turn: Turn) -> web.StreamResponse:
+        """Send the answer as it comes.
+
+        Raises:
+            ProtocolError: a call failed before anything was sent.
+        """
+        stream = dialect.stream(turn.request, turn.name, turn.at)
+        response = web.StreamResponse(headers=_SSE)
+        for call in turn.calls:
+            call.watchers += 1
+        try:
+            await self._wait_for_start(turn)
+            await response.prepare(request)
+            await self._write(request, response, stream.start(turn.prompt_tokens))
+            if await self._relay(request, response, stream, turn):
+                _note_delivery(request, turn)
+        except ConnectionError:
+            if request.transport is not None:
+                request.transport.abort()  # the agent is gone or does not read; its calls go on
+        finally:
+            for call in turn.calls:
+                call.watchers -= 1
+        return response
+
+    async def _wait_for_start(self, turn: Turn) -> None:
+        """Hold the status line back until there is something to say, so that early failures are plain HTTP errors."""
+        deadline = time.monotonic() + self._heartbeat
+        while not any(call.exchange.released or call.done for call in turn.calls):
+            left = deadline - time.monotonic()
+            if left <= 0 or not await _first([call.changes() for call in turn.calls], left):
+                return
+        _raise_failure(turn.calls)
+
+    async def _relay(
+        self, request: web.Request, response: web.StreamResponse, stream: AnswerStream, turn: Turn
+    ) -> bool:
+        """Send what the calls release until all have ended; True for a good end."""
+        shown, tokens, finished = [0] * len(turn.calls), [0] * len(turn.calls), [False] * len(turn.calls)
+        while True:
+            changed = [call.changes() for call in turn.calls]
+            out: list[bytes] = []
+            for index, call in enumerate(turn.calls):
+                if call.error is not None:
+                    await self._write(request, response, b"".join(out) + stream.error(call.error))
+                    await response.write_eof()
+                    return False
+                if finished[index]:
+                    continue
+                call.advance()
+                said = call.speech.deltas
+                fresh, shown[index] = said[shown[index] :], len(said)
+                if call.done:
+                    finished[index] = True
+                    rest = _tokens(call, tokens[index], len(call.exchange.ids))
+                    out.append(stream.deltas(index, fresh) + stream.finish(index, call.choice(), rest))
+                elif fresh:
+                    out.append(stream.deltas(index, fresh, _tokens(call, tokens[index], call.speech.heard)))
+                    tokens[index] = call.speech.heard
+            if all(finished):
+                sampled = sum(len(call.exchange.ids) for call in turn.calls)
+                out.append(stream.end(turn.prompt_tokens, sampled))
+                await self._write(request, response, b"".join(out))
+                await response.write_eof()
+                return True
+            if any(out):
+                await self._write(request, response, b"".join(out))
+            if not await _first(changed, self._heartbeat):
+                await self._write(request, response, stream.heartbeat())
+
+    async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+        transport = request.transport
+        if transport is None or transport.get_write_buffer_size() + len(data) < _BUFFERED:
+            await response.write(data)
+            return
+        try:
+            async with asyncio.timeout(self._patience):
+                await response.write(data)
+        except TimeoutError:
+            raise SlowClient(f"the answer was not read for {self._patience:g} s") from None
+
+
+def _tokens(call: LiveCall, start: int, end: int) -> tuple[TokenText, ...]:
+    return call.token_texts(start, end) if call.request.logprobs and end > start else ()
+
+
+def _note_delivery(request: web.Request, turn: Turn) -> None:
+    transport = request.transport
+    if transport is None or transport.is_closing():
+        return
+    turn.delivered = True
+    for call in turn.calls:
+        call.delivered()
+
+
+def _raise_failure(calls: Sequence[LiveCall]) -> None:
+    for call in calls:
+        if call.error is not None:
+            raise call.error
+
+
+async def _first(events: Sequence[asyncio.Event], seconds: float) -> bool:
+    """Wait for any of several events; False when none came in time."""
+    try:
+        async with asyncio.timeout(max(seconds, 0.0)):
+            if len(events) == 1:
+                await events[0].wait()
+                return True
+            tasks = [asyncio.ensure_future(event.wait()) for event in events]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+            return True
+    except TimeoutError:
+        return False

@@ -1,0 +1,128 @@
+"""What a call says: its sampled tokens as deltas for connections, and as the answer that is recorded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from gyre_sdk.errors import RenderError
+from gyre_sdk.harness.proxy.answers import AnswerParser, PlainParser, Reparser, TextFlow, make_parser, pieces_of
+from gyre_sdk.harness.proxy.dialects import Answer, Delta, ModelRequest, Part, TokenText
+from gyre_sdk.harness.proxy.dialects.canonical import ToolCall
+from gyre_sdk.harness.proxy.dialects.history import Ids
+from gyre_sdk.harness.proxy.render import Template
+
+log = logging.getLogger(__name__)
+_TAIL = 8192
+"""Tokens at the end of the prompt that tell whether thinking was opened there."""
+
+
+class Speech:
+    """Turns one call's tokens into deltas; connections read `deltas` at their own pace.
+
+    Args:
+        template: how the model writes.
+        request: what was asked.
+        prompt: ids of the prompt.
+        name: makes the ids of tool calls.
+    """
+
+    def __init__(self, template: Template, request: ModelRequest, prompt: Sequence[int] | Ids, name: str) -> None:
+        self.deltas: list[Delta] = []
+        """What may be seen so far, in order."""
+        self.heard = 0
+        """Sampled tokens behind `deltas`."""
+        self._template = template
+        self._request = request
+        self._tail = prompt[-_TAIL:]
+        self._name = name
+        self._parser: AnswerParser | None = None
+        self._flow: TextFlow | None = None
+        self._flowed = 0
+
+    def hear(self, ids: list[int], upto: int) -> None:
+        """Take tokens up to `upto`, as far as no stop string can begin in them."""
+        if self._request.sampling.stop:
+            upto = min(upto, self.settled(ids))
+        if upto > self.heard:
+            fresh, self.heard = ids[self.heard : upto], upto
+            self.deltas += self._speaking().feed(fresh)
+
+    def end(self, ids: list[int], stop: str | None) -> Answer:
+        """Take the rest; return the answer, which ends before the stop string that ended sampling."""
+        parser = self._speaking()
+        self.deltas += parser.feed(ids[self.heard :])
+        self.heard = len(ids)
+        keep = self._request.sampling.extra.get("include_stop_str_in_output")
+        self.deltas += parser.finish(None if keep else stop)
+        self._parser = self._flow = None
+        self._tail = ()
+        return parser.answer
+
+    def recall(self, deltas: Sequence[Delta], tokens: int) -> None:
+        """Take a recorded answer instead."""
+        self.deltas, self.heard = list(deltas), tokens
+
+    def settled(self, ids: list[int]) -> int:
+        """Return how many tokens end before anything that may be the start of a stop string."""
+        if not self._request.sampling.stop:
+            return len(ids)
+        if self._flow is None or self._flowed > len(ids):  # tokens were given up with a broken attempt
+            pieces = pieces_of(self._template.tokenizer)
+            self._flow = TextFlow(pieces, frozenset(self._template.stop_ids), self._request.sampling.stop)
+            self._flowed = 0
+        self._flow.feed(ids[self._flowed :])
+        self._flowed = len(ids)
+        return self._flow.settled
+
+    def tokens(self, ids: Sequence[int], logprobs: Sequence[float | None]) -> tuple[TokenText, ...]:
+        """Return tokens as agents may ask to see them."""
+        texts = ((self._template.text([token]), logprob) for token, logprob in zip(ids, logprobs, strict=True))
+        return tuple(TokenText(text, text.encode(), logprob) for text, logprob in texts)
+
+    def _speaking(self) -> AnswerParser:
+        if self._parser is None:
+            self._parser = self._make_parser()
+        return self._parser
+
+    def _make_parser(self) -> AnswerParser:
+        request, template = self._request, self._template
+        stop_ids = frozenset(template.stop_ids)
+        if request.prompts:
+            return PlainParser(template.tokenizer, stop_ids, request.sampling.stop)
+        if template.format is None:
+            return Reparser(self._whole, template.tokenizer, request.sampling.stop)
+        return make_parser(
+            template.tokenizer,
+            format=template.format,
+            prompt_tail=[int(token) for token in self._tail],
+            tools=request.tools,
+            name=self._name,
+            stops=request.sampling.stop,
+            choice=request.tool_choice,
+            parallel=request.parallel_tool_calls,
+        )
+
+    def _whole(self, ids: Sequence[int], final: bool) -> Answer:
+        request = self._request
+        try:
+            return self._template.parse(
+                ids,
+                self._tail,
+                tools=request.tools,
+                name=self._name,
+                final=final,
+                choice=request.tool_choice,
+                parallel=request.parallel_tool_calls,
+            )
+        except RenderError as error:
+            log.warning("call c-%s: %s; the agent gets the plain text", self._name, error)
+            return Answer(self._template.text(ids) if final else "")
+
+
+def whole_answer(answer: Answer) -> list[Delta]:
+    """Return a finished answer as deltas."""
+    deltas = [Delta(Part.REASONING, answer.reasoning), Delta(Part.CONTENT, answer.content)]
+    for call in answer.tool_calls:
+        deltas += [Delta(Part.CALL, call=ToolCall(call.id, call.name)), Delta(Part.ARGUMENTS, call.arguments)]
+    return [delta for delta in deltas if delta.text or delta.call]
