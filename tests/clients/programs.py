@@ -27,7 +27,7 @@ CODEX = "0.171.0"
 MINI_SWE_AGENT = "2.4.6"
 OPENAI_AGENTS = "0.24.0"
 
-INSTALL_SECONDS = 900
+INSTALL_SECONDS = 200
 
 
 @dataclass(frozen=True)

@@ -78,8 +78,8 @@ class CodexWalk:
         if self._turn == 2:
             return Reply("I delegate.", tuple(("multi_agent_v1/spawn_agent", {"message": look}) for look in LOOKS))
         if self._turn == 3:
-            outputs = [json.loads(item["output"]) for item in items[-2:]]
-            self._agents = [output["agent_id"] for output in outputs]
+            outputs = [item["output"] for item in items if item["type"] == "function_call_output"]
+            self._agents = [json.loads(output)["agent_id"] for output in outputs[-2:]]
             return Reply("", (("multi_agent_v1/wait_agent", {"targets": self._agents[:1]}),))
         if self._turn == 4:
             return Reply("", (("multi_agent_v1/wait_agent", {"targets": self._agents[1:]}),))

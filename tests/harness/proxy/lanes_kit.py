@@ -49,7 +49,11 @@ class Pending:
 
 def recording(name: str) -> list[Line]:
     """Return the model requests of a recording of ours, in order."""
-    lines = [json.loads(text) for text in (GOLDEN / f"{name}.jsonl").read_text().splitlines()]
+    return parsed([json.loads(text) for text in (GOLDEN / f"{name}.jsonl").read_text().splitlines()])
+
+
+def parsed(lines: Iterable[dict[str, Any]]) -> list[Line]:
+    """Return the model requests among a recording's lines."""
     return [_line(line) for line in lines if "answer" in line]
 
 

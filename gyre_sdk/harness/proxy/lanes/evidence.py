@@ -21,6 +21,8 @@ _QUOTED = 24
 """Characters from which on a text that stands inside another counts as quoted; shorter ones must be all of it."""
 _SUMMARY_QUOTED, _ANSWER_QUOTED = 8, 40
 """The same for a summary, and for an answer that was not known to be one."""
+_SCANNED = 100_000
+"""Characters of a message that are searched for such a text, from its start."""
 _RECENT = 64
 """Calls that are looked at, from the newest."""
 
@@ -120,7 +122,7 @@ def recent(calls: Sequence[CallView]) -> Iterator[CallView]:
 
 def start_of(asked: Asked, preset: Preset, lanes: Sequence[LaneView], calls: Sequence[CallView]) -> Start | None:
     """Return the tool call whose prompt a request begins with, among those that no lane came from yet."""
-    texts = [item.content.strip() for item in first_users(asked)]
+    texts = [item.content[:_SCANNED].strip() for item in first_users(asked)]
     if not texts or not preset.starters:
         return None
     taken = {lane.tool_call for lane in lanes if lane.tool_call}
@@ -141,9 +143,9 @@ def resumed_lane(asked: Asked, preset: Preset, lanes: Sequence[LaneView], calls:
     summary that was made elsewhere, the one that this agent used last.
     """
     known = {lane.lane: lane for lane in lanes}
-    texts = [item.content for item in (*system_messages(asked), *first_users(asked))]
     last = last_user(asked)
-    texts += [last.content] if last is not None else []
+    given = (*system_messages(asked), *first_users(asked), *([last] if last is not None else []))
+    texts = [item.content[:_SCANNED] for item in given]
     for call in recent(calls):
         lane = known.get(call.lane)
         if lane is None or lane.role == SIDE or not (preset.guess or is_summary(lane)):
