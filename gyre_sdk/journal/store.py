@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 import msgspec
 
 from gyre_sdk.errors import JournalError
-from gyre_sdk.journal.blobs import as_ids, as_logprobs, ids_blob, logprobs_blob
+from gyre_sdk.journal.blobs import as_ids, as_logprobs, ids_blob, logprobs_blob, plain_blob
 from gyre_sdk.journal.bodies import Fresh, KnownBodies, Packer, compress_early
 from gyre_sdk.journal.digests import ItemCache, Items
 from gyre_sdk.journal.reader import Reader
@@ -310,8 +310,8 @@ def _chunk_row(call: CallId, chunk: TokenChunk) -> tuple[Any, ...]:
     return (
         call,
         chunk.start,
-        ids_blob(as_ids(chunk.ids)),
-        logprobs_blob(as_logprobs(chunk.logprobs)),
+        plain_blob(as_ids(chunk.ids)),
+        plain_blob(as_logprobs(chunk.logprobs)),
         _pack(chunk.versions),
     )
 

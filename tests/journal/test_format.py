@@ -25,7 +25,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
 )  # fmt: skip
-IDS = st.lists(st.integers(0, 200_000), max_size=120) | st.lists(st.integers(-(2**31), 2**31 - 1), max_size=60)
+IDS = st.lists(st.integers(0, 200_000), max_size=200) | st.lists(st.integers(-(2**31), 2**31 - 1), max_size=60)
 
 
 def intent(name: str, messages: list[Any], raw: list[Any], **more: Any) -> CallIntent:
@@ -58,7 +58,7 @@ def test_ids_come_back_and_small_lists_do_not_grow(ids: list[int], before: list[
     assert len(blob) <= 4 * len(ids) + 1
 
 
-@given(st.lists(st.none() | st.floats(max_value=0, allow_nan=False, width=32), max_size=120))
+@given(st.lists(st.none() | st.floats(max_value=0, allow_nan=False, width=32), max_size=400))
 def test_logprobs_keep_every_bit(logprobs: list[float | None]) -> None:
     blob = logprobs_blob(as_logprobs(logprobs))
     found = blob_logprobs(blob)
