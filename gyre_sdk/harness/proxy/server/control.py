@@ -23,7 +23,7 @@ from gyre_sdk.harness.proxy.server.conduct import Services
 from gyre_sdk.harness.proxy.server.prepare import abort_orphan
 from gyre_sdk.harness.proxy.server.replicas import ReplicaControl, describe
 from gyre_sdk.harness.proxy.server.settings import new_key
-from gyre_sdk.harness.proxy.server.state import OPEN, Lane, Registry, RunState, key_digest
+from gyre_sdk.harness.proxy.server.state import OPEN, Lane, Registry, RunState, key_digest, new_lane_id
 from gyre_sdk.records import MAIN, SUBAGENT, GroupId, LaneId, LaneRecord, RunId, RunRecord, RunStatus
 
 T = TypeVar("T")
@@ -114,12 +114,13 @@ class Control:
         given = await self._body(request, OpenRun)
         if given.limits.cost is not None and self._services.settings.prices == Prices():
             raise ProtocolError("limits.cost needs the service's prices; set them in its settings", param="limits.cost")
+        classifier = None
         if given.classifier:
             try:
-                load_classifier(given.classifier)
+                classifier = load_classifier(given.classifier)
             except SettingsError as error:
                 raise ProtocolError(str(error), param="classifier") from error
-        now, run, lane, key = time.time(), RunId(f"r-{secrets.token_hex(8)}"), _new_lane(), new_key()
+        now, run, lane, key = time.time(), RunId(f"r-{secrets.token_hex(8)}"), new_lane_id(), new_key()
         version = self._services.fleet.routes.version if given.dispatch_version is None else given.dispatch_version
         limits = {name: value for name, value in msgspec.structs.asdict(given.limits).items() if value is not None}
         record = RunRecord(
@@ -139,7 +140,7 @@ class Control:
         )
         main = LaneRecord(lane=lane, run=run, role=MAIN, name=MAIN, parent=None, created_at=now)
         await durable(self._services.journal.open_run(record, main, key_digest(key)))
-        state = RunState(run, now, given.limits, training=given.group is not None, classifier=given.classifier)
+        state = RunState(run, now, given.limits, training=given.group is not None, classifier=classifier)
         self._registry.open_run(state)
         self._registry.open_lane(state, main, key_digest(key))
         return _json({"run": run, "version": version, **self._access(lane, key)})
@@ -154,7 +155,7 @@ class Control:
             raise ProtocolError(f"parent lane {given.parent!r} is not a lane of run {state.run}", param="parent")
         if given.takes_over and given.parent is None:
             raise ProtocolError("a lane that takes over needs a parent", param="parent")
-        lane, key = _new_lane(), new_key()
+        lane, key = new_lane_id(), new_key()
         record = LaneRecord(
             lane=lane,
             run=state.run,
@@ -341,10 +342,6 @@ class Control:
             return await handler(request)
 
         return guarded
-
-
-def _new_lane() -> LaneId:
-    return LaneId(f"l-{secrets.token_hex(8)}")
 
 
 def _json(value: Any) -> web.Response:

@@ -70,7 +70,7 @@ class Intake:
         try:
             if asked.dialect is RESPONSES:
                 turn.request = await self._conversations.complete(run, request)
-            await prepare(self._services, lane, turn, place[1], len(asked.body))
+            await prepare(self._services, lane, turn, place[1], len(asked.body), asked.headers)
         except ProtocolError as error:
             turn.problem = error
             turns.remove(turn)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
 
 import msgspec
@@ -15,14 +15,15 @@ from gyre_sdk.errors import ProtocolError, RenderError
 from gyre_sdk.harness.proxy.dialects.canonical import Answer, Message, ModelRequest, ToolChoice
 from gyre_sdk.harness.proxy.dialects.history import History, Match, Origin
 from gyre_sdk.harness.proxy.exchange import Exchange
+from gyre_sdk.harness.proxy.recorder import durable
 from gyre_sdk.harness.proxy.render import Ids, Template
 from gyre_sdk.harness.proxy.server.budgets import Spent, room
 from gyre_sdk.harness.proxy.server.conduct import LiveCall, Services
-from gyre_sdk.harness.proxy.server.settings import HistoryPolicy
-from gyre_sdk.harness.proxy.server.state import OPEN, Lane, Orphan, RequestRecord, RunState
+from gyre_sdk.harness.proxy.server.settings import HistoryPolicy, new_key
+from gyre_sdk.harness.proxy.server.state import OPEN, Lane, Orphan, RequestRecord, RunState, key_digest, new_lane_id
 from gyre_sdk.harness.proxy.server.turns import Turn
 from gyre_sdk.journal import CallIntent, TokenChunk
-from gyre_sdk.records import AttemptRecord, CallId, CallStatus, Sampling
+from gyre_sdk.records import AttemptRecord, CallId, CallStatus, LaneRecord, Sampling
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,13 +35,16 @@ OFF_LOOP = 200_000
 """Bodies larger than this many bytes are parsed and rendered in a thread, so that other streams go on."""
 
 
-async def prepare(services: Services, lane: Lane, turn: Turn, digest: str, size: int) -> None:
+async def prepare(
+    services: Services, key: Lane, turn: Turn, digest: str, size: int, headers: Mapping[str, str]
+) -> None:
     """Make a turn's calls: one per choice, ready to start.
 
     Raises:
         ProtocolError: the messages cannot be rendered, do not fit, or the run's budget is spent.
     """
-    request, run = turn.request, lane.run
+    request, run = turn.request, key.run
+    lane = await _sorted(services, key, turn, headers)
     policy = services.settings.policy(lane.record.role)
     template = await _template(services, policy, request.thinking)
     large, origins = size > OFF_LOOP, []
@@ -53,7 +57,17 @@ async def prepare(services: Services, lane: Lane, turn: Turn, digest: str, size:
         match, origin = await _off_loop(large, _continue, run.history, template, lane.record.lane, request, lenient)
         origins.append(origin)
     sampling = _resolve(services, request, max(len(origin.prompt) for origin in origins), run, turn.at)
-    stored = RequestRecord(request.dialect, policy, digest, turn.name, 0, request.fields)
+    tools = list(request.tools)
+    stored = RequestRecord(
+        request.dialect,
+        policy,
+        digest,
+        turn.name,
+        0,
+        request.fields,
+        key.record.lane if lane is not key else "",
+        tools if tools != (request.fields.get("tools") or []) else None,
+    )
     messages = [msgspec.to_builtins(message) for message in match.messages]
     for index in range(request.n * len(origins)):
         origin = origins[index // request.n]
@@ -95,6 +109,26 @@ async def count_prompt(services: Services, lane: Lane, request: ModelRequest, si
     return len(origin.prompt)
 
 
+async def _sorted(services: Services, key: Lane, turn: Turn, headers: Mapping[str, str]) -> Lane:
+    """Return the lane that a request belongs to: that of its key, unless a classifier tells more."""
+    request, run = turn.request, key.run
+    sorter = run.sorter(key.record)
+    if sorter is None or request.prompts:
+        return key
+    async with sorter.lock:
+        assigned = sorter.decide(request, run.history.match("", request.tools, request.messages), headers)
+        name = assigned.lane
+        if name is None:
+            name = new_lane_id()
+            parent = assigned.parent or key.record.lane
+            record = LaneRecord(name, run.run, assigned.role, assigned.name, parent, turn.at, assigned.parent_call)
+            await durable(services.journal.open_lane(record, key_digest(new_key())))
+            run.lanes[name] = Lane(record, run)
+            sorter.opened(record, assigned.thread, assigned.tool_call)
+        sorter.asked(name, CallId(f"c-{turn.name}"), request.messages, request.tools, assigned.thread)
+        return run.lanes[name]
+
+
 async def _template(services: Services, policy: HistoryPolicy, thinking: bool | None) -> Template:
     known = services.templates.known(policy, thinking)
     return known if known is not None else await asyncio.to_thread(services.templates.of, policy, thinking)
@@ -107,9 +141,12 @@ async def _off_loop(large: bool, function: Callable[P, T], *args: P.args, **kwar
 def track(run: RunState, call: LiveCall) -> None:
     """Have a call join its run's history when it is complete."""
     messages = tuple(msgspec.convert(call.intent.messages, list[Message]))
+    sorter = run.sorters.get(call.intent.request.get("key_lane") or call.intent.lane)
 
     def complete(done: LiveCall) -> None:
         intent = done.intent
+        if sorter is not None:
+            sorter.answered(intent.lane, intent.call, messages, (done.answer or Answer()).message())
         run.usage.sampled_tokens += len(done.exchange.ids)
         run.usage.cost += done.cost
         run.history.add(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import secrets
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -14,12 +15,15 @@ import msgspec
 from gyre_sdk.errors import ProtocolError
 from gyre_sdk.harness.proxy.dialects.canonical import Message
 from gyre_sdk.harness.proxy.dialects.history import History
+from gyre_sdk.harness.proxy.lanes import Classifier
+from gyre_sdk.harness.proxy.lanes.loading import load_classifier
 from gyre_sdk.harness.proxy.server.budgets import LIMIT_CODE, Limits, Spent, Usage, out_of_time
 from gyre_sdk.harness.proxy.server.conduct import LiveCall
 from gyre_sdk.harness.proxy.server.settings import ProxySettings
+from gyre_sdk.harness.proxy.server.sorting import Sorter
 from gyre_sdk.harness.proxy.server.turns import Turn
 from gyre_sdk.journal import Journal, RecordedExchange
-from gyre_sdk.records import CallRecord, CallStatus, LaneRecord, RunId, RunRecord, RunStatus
+from gyre_sdk.records import CallRecord, CallStatus, LaneId, LaneRecord, RunId, RunRecord, RunStatus
 
 OPEN = (CallStatus.RECEIVED, CallStatus.DISPATCHED, CallStatus.STREAMING)
 _ANSWERED = (CallStatus.COMPLETE, CallStatus.DELIVERED)
@@ -41,6 +45,13 @@ class RequestRecord(msgspec.Struct, frozen=True):
     """Fields as sent."""
     key_lane: str = ""
     """Lane of the key that the request came with, where that is not the call's own."""
+    tools: list[dict[str, Any]] | None = None
+    """Tools in OpenAI's form, where the body does not hold them so."""
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """The tools as the model's template was given them."""
+        return self.tools if self.tools is not None else self.body.get("tools") or []
 
 
 @dataclass(slots=True, eq=False)
@@ -86,14 +97,25 @@ class RunState:
     """The budget that ended the run."""
     training: bool = False
     """Whether the run's rewards are compared: what a trainer cannot reproduce is refused."""
-    classifier: str = ""
-    """Tells the lanes of an agent that has one key for everything; empty: lanes go by their keys."""
+    classifier: Classifier | None = None
+    """Tells the lanes of an agent that has one key for everything; None: lanes go by their keys."""
+    sorters: dict[LaneId, Sorter] = field(default_factory=dict)
+    """With a classifier: what it knows, by lane of the key."""
 
     def refusal(self) -> ProtocolError:
         """Return what a call of a closed run is told."""
         if self.spent is not None:
             return self.spent.refusal()
         return ProtocolError("the run is closed: it takes no more calls", status=403, code="run_closed")
+
+    def sorter(self, key: LaneRecord) -> Sorter | None:
+        """Return what is known of the lanes under a key; None where lanes go by their keys."""
+        if self.classifier is None:
+            return None
+        found = self.sorters.get(key.lane)
+        if found is None:
+            found = self.sorters[key.lane] = Sorter(key, self.classifier)
+        return found
 
     def spend(self, spent: Spent) -> None:
         """Close the run because a budget ran out; its calls in flight end."""
@@ -206,7 +228,8 @@ class Registry:
         if record is None or record.status is not RunStatus.RUNNING:
             return None
         state = RunState(run, record.created_at, limits_of(record), training=record.group is not None)
-        state.classifier = str(record.metadata.get("classifier") or "")
+        name = record.metadata.get("classifier")
+        state.classifier = load_classifier(name) if name else None
         for lane in self._journal.lanes(run):
             state.lanes[lane.lane] = Lane(lane, state)
         exchanges: dict[str, RecordedExchange] = {item.call: item for item in self._journal.exchanges(run)}
@@ -221,12 +244,13 @@ class Registry:
 
     def _load_call(self, state: RunState, call: CallRecord, exchange: RecordedExchange) -> None:
         request = msgspec.convert(exchange.request, RequestRecord)
+        self._sort_again(state, call, request, exchange)
         state.usage.calls += 1
         state.usage.prompt_tokens += len(call.prompt_ids)
         if call.status in _ANSWERED and exchange.answer is not None:
             messages = tuple(msgspec.convert(exchange.messages, list[Message]))
             answer = msgspec.convert(exchange.answer, Message)
-            tools = request.body.get("tools") or []
+            tools = request.shown_tools
             state.usage.sampled_tokens += len(call.sampled_ids)
             state.history.add(
                 call.call,
@@ -245,10 +269,29 @@ class Registry:
                 Orphan(call, request, attempts, exchange.messages, exchange.answer)
             )
 
+    def _sort_again(
+        self, state: RunState, call: CallRecord, request: RequestRecord, exchange: RecordedExchange
+    ) -> None:
+        key = state.lanes.get(request.key_lane or call.lane)
+        sorter = state.sorter(key.record) if key is not None else None
+        if sorter is None:
+            return
+        messages = msgspec.convert(exchange.messages, list[Message])
+        if not sorter.knows(call.lane):
+            sorter.opened(state.lanes[call.lane].record)
+        sorter.asked(call.lane, call.call, messages, request.shown_tools)
+        if exchange.answer is not None:
+            sorter.answered(call.lane, call.call, messages, msgspec.convert(exchange.answer, Message))
+
 
 def limits_of(record: RunRecord) -> Limits:
     """Return the limits that a run was opened with."""
     return msgspec.convert(record.metadata.get("limits") or {}, Limits)
+
+
+def new_lane_id() -> LaneId:
+    """Return the id of a fresh lane."""
+    return LaneId(f"l-{secrets.token_hex(8)}")
 
 
 def key_digest(key: str) -> str:
