@@ -122,6 +122,8 @@ def test_without_calls_all_text_is_kept(text: str, opened: bool) -> None:
         ('<tool_call>{"name":"bash","arguments":{"a" : 1.0 }}</tool_call>', "", ('{"a" : 1.0 }',)),
         (r'<tool_call>{"name":"bash","arguments":"{\"a\":\"\u00e9\ud83d\ude00\"}"}</tool_call>', "", ('{"a":"é😀"}',)),
         (r'<tool_call>{"name":"bash","arguments":"\ud83d"}</tool_call>', "", ("\ufffd",)),
+        (r'<tool_call>{"name":"bash","arguments":{"a":"\"}"}}</tool_call>', "", (r'{"a":"\"}"}',)),
+        (r'<tool_call>{"name":"bash","arguments":{"a":"\\"}}</tool_call>', "", (r'{"a":"\\"}',)),
         ('<tool_call>{"arguments":{"a":1},"name":"bash"}</tool_call>', "", ('{"a":1}',)),
         ('<tool_call>{"name":"bash","arguments":{"a":}}</tool_call>', "", ('{"a":}',)),
         ('<tool_call>{"name":"bash","arguments":{"a":"b" c"}}</tool_call>', "", ('{"a":"b" c"}}',)),

@@ -71,6 +71,24 @@ def test_spaces_that_depend_on_the_place_are_kept() -> None:
         assert text_of(ids, vocab) == vocab.decode(ids)
 
 
+def test_characters_made_of_byte_tokens_are_whole() -> None:
+    """A vocabulary with byte fallback, whose decoder shows each byte of half a character by itself."""
+    letters = {"x": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="x"))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    vocab = Vocabulary(tokenizer)
+    ids = [0, *(byte + 1 for byte in "😀é€😀".encode()), 0]
+    assert text_of(ids, vocab) == vocab.decode(ids) == "x😀é€😀x"
+
+
+@pytest.mark.parametrize(("text", "stop"), [("xaaab", "aab"), ("xababac", "abac"), ("xaabaabaaa", "aabaaa")])
+def test_a_stop_string_may_begin_inside_its_own_beginning(text: str, stop: str) -> None:
+    vocab = vocabulary("small")
+    made = parser(vocab, stops=[stop])
+    assert added(streamed(made, vocab.encode(text), range(len(text)), stop)) == Answer(text[: text.index(stop)])
+    assert made.settled == text.index(stop)
+
+
 def naive(text: str, stops: list[str]) -> int:
     """Where the text begins that is, or may become, a stop string."""
     places = [text.find(stop) for stop in stops if stop in text]
@@ -150,7 +168,7 @@ def test_the_toy_is_read_too() -> None:
     assert added(streamed(made, [300, *toy.encode("é</think>b"), 260], range(20))) == Answer("b", "é")
 
 
-ALLOWED = 11
+ALLOWED = 12
 """Tokens and characters decoded, for each token of the answer."""
 HARD = {
     "prose": "The quick brown fox. ",

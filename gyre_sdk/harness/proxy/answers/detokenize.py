@@ -93,12 +93,13 @@ class Detokenizer:
         return self._release(len(self._pending), self._text(self._pending)) if self._pending else ""
 
     def _release(self, count: int, text: str) -> str:
-        self._before = self._pending[count - 1 : count]
+        self._before = self._pending[:count]
         del self._pending[:count]
         return text
 
     def _text(self, ids: list[int]) -> str:
-        # Some vocabularies write a token differently at the start of a text, so show the token before it as well.
+        # Some vocabularies write a token differently at the start of a text, and runs of byte tokens as a whole,
+        # so show the tokens before as well.
         if not self._before:
             return self._pieces.decode(ids)
         return self._pieces.decode([*self._before, *ids])[len(self._pieces.decode(self._before)) :]
