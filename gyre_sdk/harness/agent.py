@@ -6,9 +6,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from gyre_sdk.errors import LimitExceeded, ServiceError
+from gyre_sdk.errors import LimitExceeded, ServiceError, SettingsError
 from gyre_sdk.events import LaneOpened, ToolRan
 from gyre_sdk.harness.hooks import Hooks, LaneInfo
 from gyre_sdk.harness.ports import Clock, Observer, Workspace
@@ -17,6 +18,7 @@ from gyre_sdk.harness.task import Task
 from gyre_sdk.records import SUBAGENT, SUMMARY_SUFFIX, ExecResult, RunResult, Score
 
 if TYPE_CHECKING:
+    from anthropic import Anthropic, AsyncAnthropic
     from openai import AsyncOpenAI, OpenAI
 
 
@@ -101,6 +103,40 @@ class Lane:
 
         return openai.AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
 
+    def anthropic(self, **options: Any) -> Anthropic:
+        """Return an `anthropic.Anthropic` client bound to this lane. The caller closes it.
+
+        Raises:
+            SettingsError: the `anthropic` package is not installed.
+        """
+        made: Anthropic = _anthropic().Anthropic(base_url=self._root, api_key=self.api_key, **options)
+        return made
+
+    def async_anthropic(self, **options: Any) -> AsyncAnthropic:
+        """Return an `anthropic.AsyncAnthropic` client bound to this lane. The caller closes it.
+
+        Raises:
+            SettingsError: the `anthropic` package is not installed.
+        """
+        made: AsyncAnthropic = _anthropic().AsyncAnthropic(base_url=self._root, api_key=self.api_key, **options)
+        return made
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that give a child process this lane's model access, in OpenAI's and in Anthropic's form."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self._root,
+            "ANTHROPIC_API_KEY": self.api_key,
+            "ANTHROPIC_AUTH_TOKEN": self.api_key,
+        }
+
+    @property
+    def _root(self) -> str:
+        """Base URL of Anthropic's clients: they add `/v1` themselves."""
+        return self.base_url.removesuffix("/v1")
+
     @contextlib.contextmanager
     def subagent(self, name: str = "subagent") -> Iterator[Lane]:
         """Open a lane of its own for a sub-agent (role `subagent`), with its own key."""
@@ -148,6 +184,14 @@ class Lane:
                 with contextlib.suppress(ServiceError):
                     context.service.release_lane(context.run, opened.lane)
             stopped(info, failure)
+
+
+def _anthropic() -> ModuleType:
+    try:
+        import anthropic
+    except ImportError as error:
+        raise SettingsError("the `anthropic` package is not installed; run: pip install anthropic") from error
+    return anthropic
 
 
 class Agent(Lane):

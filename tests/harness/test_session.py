@@ -19,6 +19,7 @@ from proxy_engine import Finish, ScriptedEngine, Tokens, Wait
 import gyre_sdk as gyre
 from gyre_sdk.errors import ImageMissing, ServiceError, SettingsError, WorkspaceGone
 from gyre_sdk.events import Event, LaneOpened, RunEnded, RunStarted, ToolRan
+from gyre_sdk.harness.agent import Lane
 from gyre_sdk.harness.limits import classify
 from gyre_sdk.harness.proxy.routing import ReplicaSpec
 from gyre_sdk.journal import Journal
@@ -225,6 +226,54 @@ def test_async_session_and_cancellation(service: gyre.ServiceClient, tmp_path: P
     asyncio.run(main())
     run, _, calls = stored(tmp_path)
     assert run.status is RunStatus.CANCELLED and len(calls) == 1
+
+
+def test_a_lane_gives_anthropics_clients(service: gyre.ServiceClient, tmp_path: Path) -> None:
+    """`anthropic()` and `async_anthropic()` speak as their lane, and options reach the SDK."""
+
+    async def say(lane: Lane) -> str:
+        async with lane.async_anthropic(max_retries=0) as client:
+            answer = await client.messages.create(model="policy", max_tokens=8, messages=QUESTION)  # type: ignore[arg-type]
+            return answer.content[0].text  # type: ignore[union-attr]
+
+    with gyre.session(a_task(), service=service, workspace="local") as agent:
+        with agent.anthropic() as client:
+            message = client.messages.create(model="policy", max_tokens=8, messages=QUESTION)  # type: ignore[arg-type]
+        with agent.subagent("reviewer") as reviewer:
+            assert asyncio.run(say(reviewer)) == message.content[0].text  # type: ignore[union-attr]
+        assert agent.anthropic(max_retries=7).max_retries == 7
+    _, lanes, calls = stored(tmp_path)
+    assert [(call.role, call.sampled_ids) for call in calls] == [("main", [40, 41, 2]), ("subagent", [40, 41, 2])]
+    assert [call.lane for call in calls] == [lane.lane for lane in lanes]
+
+
+def test_anthropics_clients_need_their_package(service: gyre.ServiceClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gyre.session(a_task(), service=service, workspace="local") as agent:
+        monkeypatch.setitem(sys.modules, "anthropic", None)
+        with pytest.raises(SettingsError, match="pip install anthropic"):
+            agent.anthropic()
+        with pytest.raises(SettingsError, match="pip install anthropic"):
+            agent.async_anthropic()
+
+
+CHILD = """
+import anthropic, openai
+question = [{"role": "user", "content": "Run ls"}]
+openai.OpenAI().chat.completions.create(model="policy", messages=question)
+anthropic.Anthropic().messages.create(model="policy", max_tokens=8, messages=question)
+"""
+
+
+def test_environment_gives_a_child_process_the_lane(service: gyre.ServiceClient, tmp_path: Path) -> None:
+    """A child that knows nothing of gyre reaches its lane by the variables of the SDKs alone."""
+    with gyre.session(a_task(), service=service, workspace="local") as agent:
+        with agent.subagent("child") as child:
+            done = subprocess.run(
+                [sys.executable, "-c", CHILD], env=os.environ | child.environment, capture_output=True, text=True
+            )
+        assert done.returncode == 0, done.stderr
+        assert child.environment != agent.environment
+    assert [call.role for call in stored(tmp_path)[2]] == ["subagent", "subagent"]
 
 
 def test_call_in_flight_when_the_block_ends_is_waited_for(model: Path, tmp_path: Path) -> None:

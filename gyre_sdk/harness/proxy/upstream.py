@@ -157,6 +157,8 @@ class Upstream:
             "stream": True,
             "cache_salt": salt,
         }
+        if "structured_outputs" in sampling.extra:
+            wire["reasoning_ended"] = True  # the grammar holds from the first token on: it has the thinking in it
         body = await asyncio.to_thread(_encode, wire) if len(ids) > _LARGE else _encode(wire)
         decoder = SseDecoder()
         try:

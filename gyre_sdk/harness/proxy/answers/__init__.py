@@ -1,8 +1,8 @@
 """Sampled ids to deltas of an answer, while they are sampled; pure."""
 
 from gyre_sdk.harness.proxy.answers.detokenize import pieces_of
-from gyre_sdk.harness.proxy.answers.formats import BodyKind, Format, format_of
-from gyre_sdk.harness.proxy.answers.parser import AnswerParser, TextFlow, make_parser
+from gyre_sdk.harness.proxy.answers.formats import BodyKind, Format, Thinking, format_of
+from gyre_sdk.harness.proxy.answers.parser import AnswerParser, TextFlow, make_parser, thinking_after
 from gyre_sdk.harness.proxy.answers.plain import PlainParser
 from gyre_sdk.harness.proxy.answers.reparse import Reparser
 
@@ -13,7 +13,9 @@ __all__ = [
     "PlainParser",
     "Reparser",
     "TextFlow",
+    "Thinking",
     "format_of",
     "make_parser",
     "pieces_of",
+    "thinking_after",
 ]

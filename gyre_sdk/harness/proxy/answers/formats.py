@@ -16,6 +16,17 @@ class BodyKind(StrEnum):
     """`<function=NAME><parameter=KEY>value</parameter></function>`"""
 
 
+class Thinking(StrEnum):
+    """Where an answer begins."""
+
+    OPEN = "open"
+    """In thinking, which the prompt opened."""
+    FREE = "free"
+    """Before thinking: the model may think first."""
+    OVER = "over"
+    """After thinking, which the prompt closed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
     """What to look for in a model's answers. Tags are found by their text, be they one token or several."""

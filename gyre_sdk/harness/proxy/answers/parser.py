@@ -9,7 +9,7 @@ from typing import Any
 from gyre_sdk.harness.proxy.answers.body import Body
 from gyre_sdk.harness.proxy.answers.deltas import Deltas
 from gyre_sdk.harness.proxy.answers.detokenize import Detokenizer, Pieces, pieces_of
-from gyre_sdk.harness.proxy.answers.formats import BodyKind, Format
+from gyre_sdk.harness.proxy.answers.formats import BodyKind, Format, Thinking
 from gyre_sdk.harness.proxy.answers.json_body import JsonBody
 from gyre_sdk.harness.proxy.answers.scanner import Scanner
 from gyre_sdk.harness.proxy.answers.stops import StopWatch
@@ -148,21 +148,30 @@ def make_parser(
         format.think,
         None if choice is ToolChoice.NONE else format.call,
         body,
-        thinking=_opens_thinking(pieces, format, prompt_tail),
+        thinking=thinking_after(tokenizer, format, prompt_tail) is Thinking.OPEN,
         name=name,
         parallel=parallel,
     )
     return _StreamParser(TextFlow(pieces, format.stop_ids, stops), scanner, deltas)
 
 
-def _opens_thinking(pieces: Pieces, format: Format, prompt: Sequence[int]) -> bool:
-    """Tell whether the model's turn, as far as the prompt holds it, is in reasoning."""
+def thinking_after(tokenizer: Any, format: Format, prompt: Sequence[int]) -> Thinking:
+    """Tell where the answer to a prompt begins, as far as the prompt holds the model's turn.
+
+    Args:
+        tokenizer: as in `make_parser`.
+        format: how the model writes.
+        prompt: ids of the prompt or of its end.
+    """
+    pieces = pieces_of(tokenizer)
     opening, closing = format.think
     count = _TAIL
     while True:
         _, turn, text = pieces.decode(prompt[-count:]).rpartition(format.turn)
         if turn:
-            return text.lstrip().startswith(opening) and closing not in text
+            if not text.lstrip().startswith(opening):
+                return Thinking.FREE
+            return Thinking.OVER if closing in text else Thinking.OPEN
         if count >= min(len(prompt), _LONGEST_TAIL):
-            return text.rfind(opening) > text.rfind(closing)
+            return Thinking.OPEN if text.rfind(opening) > text.rfind(closing) else Thinking.FREE
         count *= 4

@@ -16,6 +16,7 @@ machine has asked for the end of the call.
 """
 
 from gyre_sdk.harness.proxy.exchange.commands import (
+    REJECTED,
     AbortAttempt,
     Command,
     Deliver,
@@ -51,6 +52,7 @@ from gyre_sdk.harness.proxy.exchange.spans import cut_spans, join_spans
 
 __all__ = [
     "FINISHES",
+    "REJECTED",
     "TRANSITIONS",
     "AbortAttempt",
     "AgentGone",

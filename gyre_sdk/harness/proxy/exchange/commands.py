@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from gyre_sdk.records import AttemptRecord, CallStatus, VersionSpan
 
+REJECTED = "rejected_by_engine"
+"""Code of a failure that is the engine's answer to what was asked."""
+
 
 @dataclass(frozen=True, slots=True)
 class PersistIntent:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from gyre_sdk.errors import GyreError
 from gyre_sdk.harness.proxy.exchange.commands import (
+    REJECTED,
     AbortAttempt,
     Command,
     Deliver,
@@ -245,7 +246,7 @@ class Exchange:
         attempt = self._running("Rejected")
         return [
             self._close_attempt(attempt, "broken", ()),
-            self._fail(_F, Fail(event.status, "rejected_by_engine", event.message, retryable=False)),
+            self._fail(_F, Fail(event.status, REJECTED, event.message, retryable=False)),
         ]
 
     def _on_unserved(self, event: Unserved) -> list[Command]:

@@ -140,7 +140,7 @@ class Template:
             good: list[Any] = []
             bad: list[Any] = []
             for call in parsed.tool_calls or ():
-                (good if str(call.status) == "ok" and choice is ToolChoice.AUTO else bad).append(call)
+                (good if str(call.status) == "ok" and choice is not ToolChoice.NONE else bad).append(call)
             texts = [
                 call.raw if call.token_span is None else self.tokenizer.decode(list(ids)[slice(*call.token_span)])
                 for call in (bad if final else ())

@@ -16,6 +16,7 @@ from gyre_sdk.errors import GyreError, ProtocolError
 from gyre_sdk.harness.proxy.dialects import Answer, Choice, ModelRequest, TokenText
 from gyre_sdk.harness.proxy.dialects.history import Ids
 from gyre_sdk.harness.proxy.exchange import (
+    REJECTED,
     AbortAttempt,
     Cancelled,
     Command,
@@ -41,6 +42,7 @@ from gyre_sdk.harness.proxy.exchange import (
 )
 from gyre_sdk.harness.proxy.recorder import CallLog
 from gyre_sdk.harness.proxy.render import Template
+from gyre_sdk.harness.proxy.render.grammar import asked_by, constrained
 from gyre_sdk.harness.proxy.server.attempts import Attempts
 from gyre_sdk.harness.proxy.server.fleet import Fleet
 from gyre_sdk.harness.proxy.server.metrics import Metrics
@@ -122,7 +124,11 @@ class LiveCall:
         fail = self._failure
         if fail is None:
             return None
-        return ProtocolError(fail.message, status=fail.status, code=fail.code, retryable=fail.retryable)
+        message, param = fail.message, None
+        if fail.code == REJECTED and constrained(self.request):
+            param = asked_by(self.request)
+            message = f"{param}: {message}"
+        return ProtocolError(message, status=fail.status, code=fail.code, retryable=fail.retryable, param=param)
 
     @property
     def cost(self) -> float:

@@ -6,20 +6,23 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
 
 from gyre_sdk.errors import ProtocolError, RenderError
-from gyre_sdk.harness.proxy.dialects.canonical import Answer, Message, ModelRequest, ToolChoice
+from gyre_sdk.harness.proxy.answers import Thinking, thinking_after
+from gyre_sdk.harness.proxy.dialects.canonical import Answer, Message, ModelRequest
 from gyre_sdk.harness.proxy.dialects.history import History, Match, Origin
 from gyre_sdk.harness.proxy.exchange import Exchange
 from gyre_sdk.harness.proxy.recorder import durable
 from gyre_sdk.harness.proxy.render import Ids, Template
+from gyre_sdk.harness.proxy.render.grammar import constrained, constraint
 from gyre_sdk.harness.proxy.server.budgets import Spent, room
 from gyre_sdk.harness.proxy.server.conduct import LiveCall, Services
 from gyre_sdk.harness.proxy.server.settings import HistoryPolicy, new_key
+from gyre_sdk.harness.proxy.server.speech import PROMPT_TAIL
 from gyre_sdk.harness.proxy.server.state import OPEN, Lane, Orphan, RequestRecord, RunState, key_digest, new_lane_id
 from gyre_sdk.harness.proxy.server.turns import Turn
 from gyre_sdk.journal import CallIntent, TokenChunk
@@ -56,7 +59,7 @@ async def prepare(
         lenient = policy is HistoryPolicy.BRIDGE
         match, origin = await _off_loop(large, _continue, run.history, template, lane.record.lane, request, lenient)
         origins.append(origin)
-    sampling = _resolve(services, request, max(len(origin.prompt) for origin in origins), run, turn.at)
+    sampling = _resolve(services, request, template, max(origins, key=lambda origin: len(origin.prompt)), run, turn.at)
     tools = list(request.tools)
     stored = RequestRecord(
         request.dialect,
@@ -264,8 +267,10 @@ def _prompt(template: Template, request: ModelRequest, match: Match) -> Ids:
         raise ProtocolError(str(error), code="cannot_render", param="messages") from error
 
 
-def _resolve(services: Services, request: ModelRequest, prompt: int, run: RunState, at: float) -> Sampling:
-    sampling = request.sampling
+def _resolve(
+    services: Services, request: ModelRequest, template: Template, origin: Origin, run: RunState, at: float
+) -> Sampling:
+    sampling, prompt = request.sampling, len(origin.prompt)
     if run.training:
         for name in _NOT_TRAINED:
             if sampling.extra.get(name):
@@ -290,8 +295,16 @@ def _resolve(services: Services, request: ModelRequest, prompt: int, run: RunSta
     ignore = sampling.extra.get("ignore_eos")
     stops = tuple(dict.fromkeys((*(() if ignore else services.template.stop_ids), *sampling.stop_token_ids)))
     extra = dict(sampling.extra)
-    if request.structured is not None:
-        extra["structured_outputs"] = request.structured
-    if request.tool_choice in (ToolChoice.REQUIRED, ToolChoice.NAMED):
-        raise ProtocolError("tool_choice must be auto or none", code="invalid_value", param="tool_choice")
+    grammar = _grammar(request, template, origin.prompt, longest)
+    if grammar is not None:
+        extra["structured_outputs"] = grammar
     return msgspec.structs.replace(sampling, max_tokens=longest, stop_token_ids=stops, extra=extra)
+
+
+def _grammar(request: ModelRequest, template: Template, prompt: Ids, longest: int) -> dict[str, Any] | None:
+    """Return what the engine must hold the answer to, or None."""
+    form = None if request.prompts else template.format
+    if form is None or not constrained(request):
+        return constraint(request, None, Thinking.FREE, longest)
+    tail = prompt[-PROMPT_TAIL:].tolist()
+    return constraint(request, form, thinking_after(template.tokenizer, form, tail), longest)

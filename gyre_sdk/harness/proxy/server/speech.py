@@ -13,7 +13,7 @@ from gyre_sdk.harness.proxy.dialects.history import Ids
 from gyre_sdk.harness.proxy.render import Template
 
 log = logging.getLogger(__name__)
-_TAIL = 8192
+PROMPT_TAIL = 8192
 """Tokens at the end of the prompt that tell whether thinking was opened there."""
 
 
@@ -34,7 +34,7 @@ class Speech:
         """Sampled tokens behind `deltas`."""
         self._template = template
         self._request = request
-        self._tail = prompt[-_TAIL:]
+        self._tail = prompt[-PROMPT_TAIL:]
         self._name = name
         self._parser: AnswerParser | None = None
         self._flow: TextFlow | None = None

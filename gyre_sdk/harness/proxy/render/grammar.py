@@ -1,0 +1,149 @@
+"""What an answer must match, as vLLM's `structured_outputs`: forced tool calls, and output by a schema, around thinking.
+
+The engine samples plain tokens; which of them are thinking, text and calls is known here. So the whole answer, with
+the thinking before, is one grammar: a structural tag of xgrammar (https://xgrammar.mlc.ai), vLLM's own backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import msgspec
+
+from gyre_sdk.errors import ProtocolError
+from gyre_sdk.harness.proxy.answers import BodyKind, Format, Thinking
+from gyre_sdk.harness.proxy.dialects.canonical import ModelRequest, ToolChoice
+
+Tag = dict[str, Any]
+
+_SPACES = 16
+"""Most white space at one place of a JSON text: enough for indented JSON, and an end to models that only indent."""
+_FORCED = (ToolChoice.REQUIRED, ToolChoice.NAMED)
+
+
+def constrained(request: ModelRequest) -> bool:
+    """Tell whether a request constrains its answer."""
+    return request.tool_choice in _FORCED or request.structured is not None
+
+
+def constraint(request: ModelRequest, form: Format | None, thinking: Thinking, longest: int) -> dict[str, Any] | None:
+    """Return the value of `structured_outputs` for a request, or None where it asks for nothing of the kind.
+
+    A tool that must be called is called with arguments that fit its schema, and nothing is said before but thinking.
+    Where an answer by a schema may also be a tool call, the grammar allows either.
+
+    Args:
+        request: what is asked for.
+        form: how the model writes; None where that is not known.
+        thinking: where the answer begins.
+        longest: tokens that the answer may have. Thinking may use half of them, so that what must follow it fits.
+
+    Raises:
+        ProtocolError: a tool call cannot be forced, because it is not known how the model writes one.
+    """
+    if not constrained(request):
+        return None
+    forced = request.tool_choice in _FORCED
+    if forced and form is None:
+        _refuse("tool_choice: how this model writes tool calls is not known here, so none can be forced; use auto")
+    if forced and not request.tools:
+        _refuse("tool_choice: a tool must be called, and there is none")
+    if form is None:
+        return request.structured
+    if forced:
+        said = _calls(request, form)
+    else:
+        output = _output(request.structured or {})
+        if output is None:
+            return request.structured
+        callable_ = request.tools and request.tool_choice is ToolChoice.AUTO
+        said = _either([output, _calls(request, form)]) if callable_ else output
+    whole = _after_thinking(said, form, thinking, max(longest // 2, 1))
+    return {"structural_tag": msgspec.json.encode({"type": "structural_tag", "format": whole}).decode()}
+
+
+def asked_by(request: ModelRequest) -> str:
+    """Return the name of the field that asks for a constraint."""
+    if request.tool_choice in _FORCED:
+        return "tool_choice"
+    fields = ("response_format", "text", "output_config", "output_format", "structured_outputs")
+    return next((name for name in fields if request.fields.get(name)), "structured_outputs")
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ProtocolError(message, code="invalid_value", param="tool_choice")
+
+
+def _after_thinking(said: Tag, form: Format, thinking: Thinking, budget: int) -> Tag:
+    if thinking is Thinking.OVER:
+        return said
+    opening, closing = form.think
+    thought = {"type": "any_text", "excludes": [closing], "max_tokens": budget}
+    space = {"type": "regex", "pattern": r"\n{0,2}"}
+    begins = "" if thinking is Thinking.OPEN else opening
+    block = _sequence([{"type": "tag", "begin": begins, "content": thought, "end": closing}, space])
+    return _sequence([block if thinking is Thinking.OPEN else {"type": "optional", "content": block}, said])
+
+
+def _calls(request: ModelRequest, form: Format) -> Tag:
+    """Return the grammar of one or more tool calls and nothing else."""
+    functions = [tool.get("function", tool) for tool in request.tools]
+    if request.tool_choice is ToolChoice.NAMED:
+        functions = [function for function in functions if function.get("name") == request.forced_tool]
+    single = request.tool_choice is ToolChoice.NAMED or not request.parallel_tool_calls
+    return {
+        "type": "tags_with_separator",
+        "tags": [_call(function, form) for function in functions],
+        "separator": "\n",
+        "at_least_one": True,
+        "stop_after_first": single,
+    }
+
+
+def _call(function: Mapping[str, Any], form: Format) -> Tag:
+    opening, closing = form.call
+    schema = function.get("parameters") or {"type": "object", "properties": {}}
+    if form.body is BodyKind.XML:
+        return {
+            "type": "tag",
+            "begin": f"{opening}\n<function={function['name']}>\n",
+            "content": _json(schema) | {"style": "qwen_xml"},
+            "end": f"\n</function>\n{closing}",
+        }
+    name = msgspec.json.encode(function["name"]).decode()
+    return {
+        "type": "tag",
+        "begin": f'{opening}\n{{"name": {name}, "{form.argument_keys[0]}": ',
+        "content": _json(schema),
+        "end": f"}}\n{closing}",
+    }
+
+
+def _output(structured: Mapping[str, Any]) -> Tag | None:
+    """Return the grammar of an answer's text; None for what only the engine understands."""
+    match structured:
+        case {"json": dict() as schema, **rest} if not rest:
+            return _json(schema)
+        case {"json_object": True, **rest} if not rest:
+            return _json({"type": "object"})
+        case {"regex": str() as pattern, **rest} if not rest:
+            return {"type": "regex", "pattern": pattern}
+        case {"choice": [*texts], **rest} if texts and not rest:
+            return _either([{"type": "const_string", "value": text} for text in texts])
+    return None
+
+
+def _json(schema: Mapping[str, Any]) -> Tag:
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _SPACES}
+
+
+def _sequence(elements: Sequence[Tag]) -> Tag:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def _either(elements: Sequence[Tag]) -> Tag:
+    return elements[0] if len(elements) == 1 else {"type": "or", "elements": list(elements)}
+
+
+__all__ = ["asked_by", "constrained", "constraint"]
