@@ -106,7 +106,17 @@ def gyre(model: Model, engine: str, home: Path, *options: str) -> System:
     """Start `gyre serve` with its store in `home`."""
     store = home / "store.db"
     code = "import sys; from gyre_sdk.harness.proxy.server import main; sys.exit(main(sys.argv[1:]))"
-    arguments = ["--store", str(store), "--model", str(model.folder), "--replica", engine, *options]
+    arguments = [
+        "--store",
+        str(store),
+        "--model",
+        str(model.folder),
+        "--replica",
+        engine,
+        "--renderer",
+        "qwen3",
+        *options,
+    ]
     child = Child([sys.executable, "-c", code, *arguments], home, {"GYRE_SERVICE_KEY": _SERVICE_KEY}, silent=True)
     url = next(word for word in child.line().split() if word.startswith("http://"))
 
