@@ -299,7 +299,7 @@ def test_wrong_requests_are_named(model: Path, tmp_path: Path) -> None:
         for method, path, status in (
             ("GET", "/v1/chat/completions", 405),
             ("POST", "/v1/nothing", 404),
-            ("GET", "/", 404),
+            ("GET", "/", 405),
         ):
             answer = proxy.http.request(method, path)
             assert (answer.status_code, "error" in answer.json()) == (status, True)

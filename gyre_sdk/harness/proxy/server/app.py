@@ -8,17 +8,18 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from gyre_sdk.errors import GyreError, ProtocolError, ServiceError
 from gyre_sdk.harness.proxy.render import Template
 from gyre_sdk.harness.proxy.server.agents import Agents
+from gyre_sdk.harness.proxy.server.bodies import PATIENCE, BodyPatience
 from gyre_sdk.harness.proxy.server.conduct import Services
+from gyre_sdk.harness.proxy.server.connections import Runner
 from gyre_sdk.harness.proxy.server.control import Control
 from gyre_sdk.harness.proxy.server.fleet import Fleet
-from gyre_sdk.harness.proxy.server.metrics import MetricsPage, loopback
-from gyre_sdk.harness.proxy.server.protocols import speaking
+from gyre_sdk.harness.proxy.server.metrics import Metrics, MetricsPage, loopback
+from gyre_sdk.harness.proxy.server.refusals import of_status, refusal
 from gyre_sdk.harness.proxy.server.settings import ProxySettings, new_key
 from gyre_sdk.harness.proxy.server.state import Registry
 from gyre_sdk.harness.proxy.server.templates import Templates
@@ -26,8 +27,8 @@ from gyre_sdk.harness.proxy.upstream import Upstream
 from gyre_sdk.journal import Journal
 
 log = logging.getLogger(__name__)
-_RETRY_AFTER = "5"
 _START_LIMIT = 60.0
+_METRICS = web.AppKey("metrics", Metrics)
 
 
 class ProxyServer:
@@ -72,9 +73,9 @@ class ProxyServer:
         control = Control(services, registry, self.service_key)
         guard = None if loopback(self.settings.host) else control.guarded
         metrics = MetricsPage(services.metrics, fleet.routes, registry.calls_in_flight, guard)
-        runner = web.AppRunner(
-            _application(self.settings, Agents(services, registry), control, metrics),
-            access_log=None,
+        runner = Runner(
+            _application(services, Agents(services, registry), control, metrics),
+            self.settings.head_patience,
             auto_decompress=False,
             lingering_time=1.0,
             shutdown_timeout=1.0,
@@ -147,10 +148,19 @@ class ProxyServer:
             log.warning("stopped with calls in flight; their durable tokens are in the store")
 
 
-def _application(settings: ProxySettings, agents: Agents, control: Control, metrics: MetricsPage) -> web.Application:
-    app = web.Application(client_max_size=settings.max_body, middlewares=[_errors])
-    app.add_routes([web.get("/health", _health), *agents.routes(), *control.routes(), *metrics.pages()])
+def _application(services: Services, agents: Agents, control: Control, metrics: MetricsPage) -> web.Application:
+    app = web.Application(client_max_size=services.settings.max_body, middlewares=[_errors])
+    app[_METRICS] = services.metrics
+    app[PATIENCE] = BodyPatience(services.settings.body_patience, services.settings.client_patience)
+    app.add_routes(
+        [web.head("/", _there), web.get("/health", _health), *agents.routes(), *control.routes(), *metrics.pages()]
+    )
     return app
+
+
+async def _there(request: web.Request) -> web.Response:
+    """Answer programs that ask, without a key, whether anything listens here."""
+    return web.Response()
 
 
 async def _health(request: web.Request) -> web.Response:
@@ -164,32 +174,20 @@ async def _errors(
     try:
         return await handler(request)
     except ProtocolError as error:
-        return _refusal(request, error)
+        return _refused(request, error)
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        problem = ProtocolError(
-            f"{request.method} {request.path}: {error.reason.lower()}",
-            status=error.status,
-            code=_CODES.get(error.status, "http_error"),
-        )
-        return _refusal(request, problem)
+        problem = of_status(f"{request.method} {request.path}", error.status, error.reason)
+        return _refused(request, problem)
     except ConnectionError:
         raise
     except Exception:  # boundary: a defect of ours is an error of one request, not of the server
         log.exception("%s %s failed", request.method, request.path)
-        return _refusal(request, ProtocolError("internal error", status=500, code="internal_error", retryable=True))
+        problem = ProtocolError("internal error", status=500, code="internal_error", retryable=True)
+        return _refused(request, problem)
 
 
-_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
-
-
-def _refusal(request: web.Request, error: ProtocolError) -> web.Response:
-    headers = {"Content-Type": "application/json", "x-should-retry": "true" if error.retryable else "false"}
-    if error.status == 503:
-        headers["Retry-After"] = _RETRY_AFTER
-    if request.path.startswith("/v1/"):
-        dialect = speaking(request.path, {name.lower(): "" for name in request.headers})
-        return web.Response(status=dialect.status(error), body=dialect.error(error), headers=headers)
-    body = msgspec.json.encode({"error": {"message": str(error), "code": error.code, "param": error.param}})
-    return web.Response(status=error.status, body=body, headers=headers)
+def _refused(request: web.Request, error: ProtocolError) -> web.Response:
+    request.app[_METRICS].refusals.add(str(error.status), error.code)
+    return refusal(request.path, request.headers, error)

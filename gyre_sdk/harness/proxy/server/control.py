@@ -100,10 +100,13 @@ class Control:
         """Return the routes."""
         return [
             web.post("/gyre/v1/runs", self.guarded(self.open_run)),
+            web.get("/gyre/v1/runs/{run}", self.guarded(self.show_run)),
             web.post("/gyre/v1/runs/{run}/lanes", self.guarded(self.open_lane)),
             web.post("/gyre/v1/runs/{run}/lanes/{lane}/release", self.guarded(self.release_lane)),
+            web.post("/gyre/v1/runs/{run}/lanes/{lane}/revoke", self.guarded(self.revoke_lane)),
             web.post("/gyre/v1/runs/{run}/close", self.guarded(self.close_run)),
             web.post("/gyre/v1/runs/{run}/end", self.guarded(self.end_run)),
+            web.post("/gyre/v1/runs/{run}/finish", self.guarded(self.finish_run)),
             web.get("/gyre/v1/status", self.guarded(self.status)),
             *ReplicaControl(self._services.fleet, self.guarded).routes(),
             web.get("/gyre/v1/calls", self.guarded(self.calls)),

@@ -76,6 +76,7 @@ class Metrics:
         self.tokens = Counter("gyre_tokens_total", "Tokens of calls that ended.", "kind")
         self.forks = Counter("gyre_forks_total", "Calls that do not continue a recorded path.", "reason")
         self.retries = Counter("gyre_retries_total", "Requests answered by an earlier one's calls.", "how")
+        self.refusals = Counter("gyre_refusals_total", "Requests answered with an error.", "status", "code")
         self.first_token = Histogram(
             "gyre_first_token_seconds", "From a call's start to its first token.", _FIRST_TOKEN
         )
@@ -95,7 +96,7 @@ class Metrics:
 
     def lines(self) -> Iterator[str]:
         """Yield the exposition's lines."""
-        for item in (self.calls, self.attempts, self.tokens, self.forks, self.retries):
+        for item in (self.calls, self.attempts, self.tokens, self.forks, self.retries, self.refusals):
             yield from item.lines()
         for histogram in (self.first_token, self.duration, self.durable):
             yield from histogram.lines()

@@ -66,6 +66,10 @@ class ProxySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens per chunk that an engine may gather for answers that are not streamed; 1 turns it off."""
     client_patience: float = 300.0
     """Seconds that an agent may leave an answer unread, or a request unfinished, before its connection is closed."""
+    head_patience: float = 30.0
+    """Seconds that the head of a request may take, from a connection's start, before the connection is closed."""
+    body_patience: float = 30.0
+    """Seconds without a byte of a request's body, after which the request is refused."""
     prices: Prices = Prices()
     """What calls cost their run's budget."""
     grace: float = 10.0
