@@ -12,6 +12,7 @@ from aiohttp import web
 
 from gyre_sdk.errors import GyreError, ProtocolError, ServiceError
 from gyre_sdk.harness.proxy.render import Template
+from gyre_sdk.harness.proxy.server import openapi
 from gyre_sdk.harness.proxy.server.agents import Agents
 from gyre_sdk.harness.proxy.server.bodies import PATIENCE, BodyPatience
 from gyre_sdk.harness.proxy.server.conduct import Services
@@ -48,6 +49,8 @@ class ProxyServer:
         self.service_key = settings.service_key or new_key()
         self.url = ""
         """`http://host:port` once started."""
+        self.routes: frozenset[tuple[str, str]] = frozenset()
+        """Method and path of everything that is served, once started."""
         self._templates = Templates(settings, template)
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -73,8 +76,10 @@ class ProxyServer:
         control = Control(services, registry, self.service_key)
         guard = None if loopback(self.settings.host) else control.guarded
         metrics = MetricsPage(services.metrics, fleet.routes, registry.calls_in_flight, guard)
+        app = _application(services, Agents(services, registry), control, metrics)
+        self.routes = _served(app)
         runner = Runner(
-            _application(services, Agents(services, registry), control, metrics),
+            app,
             self.settings.head_patience,
             auto_decompress=False,
             lingering_time=1.0,
@@ -152,10 +157,15 @@ def _application(services: Services, agents: Agents, control: Control, metrics: 
     app = web.Application(client_max_size=services.settings.max_body, middlewares=[_errors])
     app[_METRICS] = services.metrics
     app[PATIENCE] = BodyPatience(services.settings.body_patience, services.settings.client_patience)
-    app.add_routes(
-        [web.head("/", _there), web.get("/health", _health), *agents.routes(), *control.routes(), *metrics.pages()]
-    )
+    own = [web.head("/", _there), web.get("/health", _health), openapi.page()]
+    app.add_routes([*own, *agents.routes(), *control.routes(), *metrics.pages()])
     return app
+
+
+def _served(app: web.Application) -> frozenset[tuple[str, str]]:
+    """Return what an application serves; HEAD only where it is not GET without the body."""
+    routes = {(route.method, route.resource.canonical) for route in app.router.routes() if route.resource is not None}
+    return frozenset(item for item in routes if item[0] != "HEAD" or ("GET", item[1]) not in routes)
 
 
 async def _there(request: web.Request) -> web.Response:
