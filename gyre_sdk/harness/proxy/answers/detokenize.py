@@ -7,6 +7,7 @@ fallback decodes a run of byte tokens as a whole, so invalid bytes there may sho
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,6 +15,12 @@ from weakref import WeakKeyDictionary
 _BROKEN = "\ufffd"
 _HALF = 3
 """Bytes, so at most tokens, of a character that is not whole."""
+
+_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
+_SHOWN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_HIDDEN = (byte for byte in range(0x100) if byte not in _SHOWN)
+_BYTES = {chr(byte): byte for byte in _SHOWN} | {chr(0x100 + place): byte for place, byte in enumerate(_HIDDEN)}
+"""Bytes by the characters that byte-level vocabularies write for them."""
 
 
 class Pieces:
@@ -38,6 +45,18 @@ class Pieces:
                 text = None
             found = self._known[token] = (text, special)
         return found
+
+    def raw(self, token: int) -> bytes:
+        """Return a token's bytes, also where they are no whole characters."""
+        text = self.decode([token])
+        written = getattr(self._tokenizer, "id_to_token", None)
+        form = written(token) if _BROKEN in text and written is not None else None
+        if form is None:
+            return text.encode()
+        fallback = _FALLBACK.fullmatch(form)
+        if fallback:
+            return bytes.fromhex(fallback[1])
+        return bytes(_BYTES[char] for char in form) if all(char in _BYTES for char in form) else text.encode()
 
     def _skipped(self, token: int) -> bool:
         try:

@@ -50,6 +50,11 @@ class TokenizerAdapter:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
+    def id_to_token(self, token: int) -> str | None:
+        """Return a token as the vocabulary writes it."""
+        form: str | None = self._tokenizer.id_to_token(token)
+        return form
+
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
         """Return the id of a token, or of each; None for one that the vocabulary does not have."""
         if isinstance(tokens, str):

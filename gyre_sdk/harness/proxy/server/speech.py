@@ -77,8 +77,11 @@ class Speech:
 
     def tokens(self, ids: Sequence[int], logprobs: Sequence[float | None]) -> tuple[TokenText, ...]:
         """Return tokens as agents may ask to see them."""
-        texts = ((self._template.text([token]), logprob) for token, logprob in zip(ids, logprobs, strict=True))
-        return tuple(TokenText(text, text.encode(), logprob) for text, logprob in texts)
+        pieces = pieces_of(self._template.tokenizer)
+        return tuple(
+            TokenText(self._template.text([token]), pieces.raw(token), logprob)
+            for token, logprob in zip(ids, logprobs, strict=True)
+        )
 
     def _speaking(self) -> AnswerParser:
         if self._parser is None:
