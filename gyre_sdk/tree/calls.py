@@ -26,6 +26,8 @@ class Untrained(StrEnum):
     """A behaviour log-prob is missing or not finite."""
     NO_VERSION = "no_version"
     """A sampled token does not know the policy version that sampled it."""
+    HOSTED = "hosted"
+    """A hosted model answered: there are no token ids."""
     EXCLUDED = "excluded"
     """The caller left it out."""
 
@@ -89,6 +91,8 @@ class SampledCall:
             return Untrained.ABORTED
         if self.excluded:
             return Untrained.EXCLUDED
+        if not len(self.prompt_ids) and not len(self.sampled_ids):
+            return Untrained.HOSTED
         size, logprobs = len(self.sampled_ids), self.checked_logprobs()
         if len(logprobs) < size or not np.isfinite(logprobs).all():
             return Untrained.NO_LOGPROBS

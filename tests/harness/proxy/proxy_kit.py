@@ -70,7 +70,7 @@ class Proxy:
 
 @contextmanager
 def running(
-    model: Path,
+    model: Path | None,
     store: Path,
     *urls: str,
     template: Template | None = None,

@@ -40,17 +40,21 @@ class Agents:
             web.get("/v1/responses/{response}", self.response),
             web.post("/v1/responses/{response}/cancel", self.cancel_response),
             web.get("/v1/models", self.models),
-            web.get("/v1/models/{model}", self.model),
+            web.get("/v1/models/{model:.+}", self.model),
         ]
 
     async def models(self, request: web.Request) -> web.Response:
-        """List the one model, in the form of the protocol that the headers name."""
+        """List the policy and the hosted models, in the form of the protocol that the headers name."""
         await self._registry.lane(bearer(request))
-        name = self._services.settings.model_name
+        settings = self._services.settings
+        names = [
+            *([settings.model_name] if settings.model is not None or not settings.hosted else []),
+            *settings.hosted,
+        ]
         if "anthropic-version" in request.headers:
-            page = {"data": [_anthropic_model(name)], "has_more": False, "first_id": name, "last_id": name}
-            return web.json_response(page)
-        return web.json_response({"object": "list", "data": [_model(name)]})
+            data = [_anthropic_model(name) for name in names]
+            return web.json_response({"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]})
+        return web.json_response({"object": "list", "data": [_model(name) for name in names]})
 
     async def model(self, request: web.Request) -> web.Response:
         """Describe a model: any name is served, by the one policy."""

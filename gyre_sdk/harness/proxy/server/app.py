@@ -20,6 +20,7 @@ from gyre_sdk.harness.proxy.server.connections import Runner
 from gyre_sdk.harness.proxy.server.control import Control
 from gyre_sdk.harness.proxy.server.fleet import Fleet
 from gyre_sdk.harness.proxy.server.metrics import Metrics, MetricsPage, loopback
+from gyre_sdk.harness.proxy.server.provider import load_litellm, require_litellm
 from gyre_sdk.harness.proxy.server.refusals import of_status, refusal
 from gyre_sdk.harness.proxy.server.settings import ProxySettings, new_key
 from gyre_sdk.harness.proxy.server.state import Registry
@@ -51,6 +52,8 @@ class ProxyServer:
         """`http://host:port` once started."""
         self.routes: frozenset[tuple[str, str]] = frozenset()
         """Method and path of everything that is served, once started."""
+        if settings.hosted:
+            require_litellm()
         self._templates = Templates(settings, template)
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -97,6 +100,8 @@ class ProxyServer:
             self.url = f"http://{self.settings.host}:{runner.addresses[0][1]}"
             control.url = (self.settings.public_url or self.url).rstrip("/")
             spawn(fleet.watch())
+            if self.settings.hosted:
+                spawn(asyncio.to_thread(load_litellm))  # takes seconds: not in the first call
             started(self.url)
             await self._stop.wait()
             await site.stop()

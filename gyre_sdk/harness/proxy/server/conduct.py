@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from gyre_sdk.errors import GyreError, ProtocolError
-from gyre_sdk.harness.proxy.dialects import Answer, Choice, ModelRequest, TokenText
+from gyre_sdk.harness.proxy.dialects import Answer, Choice, Delta, ModelRequest, TokenText
 from gyre_sdk.harness.proxy.dialects.history import Ids
 from gyre_sdk.harness.proxy.exchange import (
     REJECTED,
@@ -42,10 +42,11 @@ from gyre_sdk.harness.proxy.exchange import (
 )
 from gyre_sdk.harness.proxy.recorder import CallLog
 from gyre_sdk.harness.proxy.render import Template
-from gyre_sdk.harness.proxy.render.grammar import asked_by, constrained
+from gyre_sdk.harness.proxy.render.grammar import field_refused
 from gyre_sdk.harness.proxy.server.attempts import Attempts
 from gyre_sdk.harness.proxy.server.fleet import Fleet
 from gyre_sdk.harness.proxy.server.metrics import Metrics
+from gyre_sdk.harness.proxy.server.model_call import OPEN, ModelCall
 from gyre_sdk.harness.proxy.server.settings import ProxySettings
 from gyre_sdk.harness.proxy.server.speech import Speech, whole_answer
 from gyre_sdk.harness.proxy.server.templates import Templates
@@ -77,8 +78,8 @@ class Services:
         return self.templates.base
 
 
-class LiveCall:
-    """A call in this process: in flight, or ended and kept for its retries."""
+class LiveCall(ModelCall):
+    """A call that replicas of the policy answer."""
 
     def __init__(
         self,
@@ -89,29 +90,44 @@ class LiveCall:
         prompt: Sequence[int] | Ids,
         template: Template,
     ) -> None:
-        self.request = request
-        self.intent = intent
+        super().__init__(request, intent)
         self.exchange = exchange
         self.prompt = prompt
-        self.prompt_tokens = len(intent.prompt_ids)
-        self.answer: Answer | None = None
-        self.finish: str | None = None
         self.speech = Speech(template, request, intent.prompt_ids, exchange.call.removeprefix("c-"))
-        self.watchers = 0
-        """Connections that stream this call now."""
-        self.on_complete: Callable[[LiveCall], None] = lambda call: None
-        """Called once, before anyone learns that the call is complete."""
         self._services = services
         interval = 1 if request.stream else services.settings.gather
         self._attempts = Attempts(services.fleet, services.metrics, exchange, services.settings.patience, interval)
         self._began = time.monotonic()
         self._log: CallLog | None = None
-        self._task: asyncio.Task[None] | None = None
         self._cancelled: Cancelled | None = None
         self._failure: Fail | None = None
-        self._changed: asyncio.Event = asyncio.Event()
 
     # -- what connections see ----------------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> CallStatus:
+        """State of the call."""
+        return self.exchange.status
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is anything to show."""
+        return self.exchange.released > 0
+
+    @property
+    def sampled(self) -> int:
+        """Sampled tokens so far."""
+        return len(self.exchange.ids)
+
+    @property
+    def deltas(self) -> list[Delta]:
+        """What may be seen so far, in order."""
+        return self.speech.deltas
+
+    @property
+    def heard(self) -> int:
+        """Sampled tokens behind `deltas`."""
+        return self.speech.heard
 
     @property
     def done(self) -> bool:
@@ -125,9 +141,9 @@ class LiveCall:
         if fail is None:
             return None
         message, param = fail.message, None
-        if fail.code == REJECTED and constrained(self.request):
-            param = asked_by(self.request)
-            message = f"{param}: {message}"
+        if fail.code == REJECTED:
+            param = field_refused(self.request, message)
+            message = f"{param}: {message}" if param else message
         return ProtocolError(message, status=fail.status, code=fail.code, retryable=fail.retryable, param=param)
 
     @property
@@ -135,12 +151,8 @@ class LiveCall:
         """What the sampled tokens cost the run's budget, in US dollars."""
         return self._services.settings.prices.of(0, len(self.exchange.ids))
 
-    def changes(self) -> asyncio.Event:
-        """Return what is set at the next change; take it before looking."""
-        return self._changed
-
     def advance(self) -> None:
-        """Bring `speech` to what may be shown by now."""
+        """Bring `deltas` to what may be shown by now."""
         if not self.done:
             self.speech.hear(self.exchange.ids, self.exchange.released)
 
@@ -158,9 +170,9 @@ class LiveCall:
     # -- life --------------------------------------------------------------------------------------------------------
 
     @property
-    def started(self) -> bool:
-        """Whether the call runs, or has run, in this process."""
-        return self._task is not None
+    def left_open(self) -> bool:
+        """Whether another process left the call unfinished and it does not run here yet."""
+        return self.exchange.resumed and self.status in OPEN and not self.started
 
     def start(self, ended: Callable[[], object]) -> None:
         """Begin; the call runs to its end whatever happens to the agent's connection, then `ended` is called."""
@@ -181,16 +193,6 @@ class LiveCall:
         if self._task is not None and not self.exchange.ending and self._cancelled is None:
             self._cancelled = Cancelled(message, code)
             self._task.cancel()
-
-    async def ended(self) -> None:
-        """Wait for the end, whatever it is."""
-        while not self.done:
-            await self._changed.wait()
-
-    async def stopped(self) -> None:
-        """Wait until the call's own task has ended; its record is durable then."""
-        if self._task is not None:
-            await asyncio.wait([self._task])
 
     def delivered(self) -> None:
         """Note that the end of the answer reached a connection."""
@@ -316,7 +318,3 @@ class LiveCall:
 
     def _store_failed(self, message: str) -> None:
         log.error("call %s: tokens could not be stored: %s", self.exchange.call, message)
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()

@@ -17,13 +17,14 @@ from gyre_sdk.errors import JournalError, ProtocolError, SettingsError
 from gyre_sdk.harness.proxy.lanes.loading import load_classifier
 from gyre_sdk.harness.proxy.recorder import durable
 from gyre_sdk.harness.proxy.server.agents import bearer
-from gyre_sdk.harness.proxy.server.bodies import read_body
+from gyre_sdk.harness.proxy.server.bodies import read_struct
 from gyre_sdk.harness.proxy.server.budgets import Limits, Prices, Spent, final_status
 from gyre_sdk.harness.proxy.server.conduct import Services
+from gyre_sdk.harness.proxy.server.model_call import OPEN
 from gyre_sdk.harness.proxy.server.prepare import abort_orphan
 from gyre_sdk.harness.proxy.server.replicas import ReplicaControl, describe
 from gyre_sdk.harness.proxy.server.settings import new_key
-from gyre_sdk.harness.proxy.server.state import OPEN, Lane, Registry, RunState, key_digest, new_lane_id
+from gyre_sdk.harness.proxy.server.state import Lane, Registry, RunState, key_digest, new_lane_id
 from gyre_sdk.records import MAIN, SUBAGENT, GroupId, LaneId, LaneRecord, RunId, RunRecord, RunStatus
 
 T = TypeVar("T")
@@ -115,7 +116,8 @@ class Control:
     async def open_run(self, request: web.Request) -> web.Response:
         """Open a run and its main lane; both are durable before the answer."""
         given = await self._body(request, OpenRun)
-        if given.limits.cost is not None and self._services.settings.prices == Prices():
+        settings = self._services.settings
+        if given.limits.cost is not None and settings.prices == Prices() and not settings.hosted:
             raise ProtocolError("limits.cost needs the service's prices; set them in its settings", param="limits.cost")
         classifier = None
         if given.classifier:

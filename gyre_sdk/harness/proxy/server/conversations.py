@@ -12,8 +12,10 @@ from gyre_sdk.harness.proxy.dialects import Answer, Choice, ModelRequest
 from gyre_sdk.harness.proxy.dialects.canonical import Message
 from gyre_sdk.harness.proxy.dialects.responses import Earlier, complete, from_fields, needs, response_id
 from gyre_sdk.harness.proxy.dialects.responses.answer import item_status
+from gyre_sdk.harness.proxy.server.hosted import spent_by
+from gyre_sdk.harness.proxy.server.model_call import OPEN
 from gyre_sdk.harness.proxy.server.protocols import RESPONSES
-from gyre_sdk.harness.proxy.server.state import OPEN, RequestRecord, RunState
+from gyre_sdk.harness.proxy.server.state import RequestRecord, RunState
 from gyre_sdk.harness.proxy.server.turns import Turn
 from gyre_sdk.journal import Journal, RecordedExchange
 from gyre_sdk.records import CallRecord, CallStatus
@@ -113,4 +115,4 @@ def _request(exchange: RecordedExchange) -> ModelRequest:
 def _choice(call: CallRecord, exchange: RecordedExchange) -> Choice:
     said = msgspec.convert(exchange.answer, Message)
     answer = Answer(said.content, said.reasoning, said.tool_calls)
-    return Choice(answer, call.finish_reason or "stop", len(call.sampled_ids))
+    return Choice(answer, call.finish_reason or "stop", len(call.sampled_ids) or spent_by(said)[1])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from gyre_sdk.harness.proxy.dialects import AnswerStream, Dialect, TokenText
-from gyre_sdk.harness.proxy.server.conduct import LiveCall
+from gyre_sdk.harness.proxy.server.model_call import ModelCall
 from gyre_sdk.harness.proxy.server.turns import Turn
 
 _JSON = {"Content-Type": "application/json"}
@@ -78,7 +78,7 @@ class Delivery:
     async def _wait_for_start(self, turn: Turn) -> None:
         """Hold the status line back until there is something to say, so that early failures are plain HTTP errors."""
         deadline = time.monotonic() + self._heartbeat
-        while not any(call.exchange.released or call.done for call in turn.calls):
+        while not any(call.begun or call.done for call in turn.calls):
             left = deadline - time.monotonic()
             if left <= 0 or not await _first([call.changes() for call in turn.calls], left):
                 return
@@ -100,17 +100,17 @@ class Delivery:
                 if finished[index]:
                     continue
                 call.advance()
-                said = call.speech.deltas
+                said = call.deltas
                 fresh, shown[index] = said[shown[index] :], len(said)
                 if call.done:
                     finished[index] = True
-                    rest = _tokens(call, tokens[index], len(call.exchange.ids))
+                    rest = _tokens(call, tokens[index], call.sampled)
                     out.append(stream.deltas(index, fresh) + stream.finish(index, call.choice(), rest))
                 elif fresh:
-                    out.append(stream.deltas(index, fresh, _tokens(call, tokens[index], call.speech.heard)))
-                    tokens[index] = call.speech.heard
+                    out.append(stream.deltas(index, fresh, _tokens(call, tokens[index], call.heard)))
+                    tokens[index] = call.heard
             if all(finished):
-                sampled = sum(len(call.exchange.ids) for call in turn.calls)
+                sampled = sum(call.sampled for call in turn.calls)
                 out.append(stream.end(turn.prompt_tokens, sampled))
                 await self._write(request, response, b"".join(out))
                 await response.write_eof()
@@ -132,7 +132,7 @@ class Delivery:
             raise SlowClient(f"the answer was not read for {self._patience:g} s") from None
 
 
-def _tokens(call: LiveCall, start: int, end: int) -> tuple[TokenText, ...]:
+def _tokens(call: ModelCall, start: int, end: int) -> tuple[TokenText, ...]:
     return call.token_texts(start, end) if call.request.logprobs and end > start else ()
 
 
@@ -145,7 +145,7 @@ def _note_delivery(request: web.Request, turn: Turn) -> None:
         call.delivered()
 
 
-def _raise_failure(calls: Sequence[LiveCall]) -> None:
+def _raise_failure(calls: Sequence[ModelCall]) -> None:
     for call in calls:
         if call.error is not None:
             raise call.error

@@ -9,9 +9,10 @@ from gyre_sdk.errors import ProtocolError
 from gyre_sdk.harness.proxy.dialects import Dialect, ModelRequest
 from gyre_sdk.harness.proxy.server.conduct import LiveCall, Services
 from gyre_sdk.harness.proxy.server.conversations import Conversations
+from gyre_sdk.harness.proxy.server.model_call import ModelCall
 from gyre_sdk.harness.proxy.server.prepare import OFF_LOOP, close_attempts, new_turn, prepare, revive, track
 from gyre_sdk.harness.proxy.server.protocols import RESPONSES
-from gyre_sdk.harness.proxy.server.state import OPEN, Lane, Orphan, body_digest
+from gyre_sdk.harness.proxy.server.state import Lane, Orphan, body_digest
 from gyre_sdk.harness.proxy.server.turns import Turn, repeated
 
 
@@ -98,11 +99,12 @@ class Intake:
     def _resume(self, lane: Lane, turn: Turn) -> None:
         """Start the open calls of a turn that another process left."""
         for call in turn.calls:
-            if call.exchange.resumed and call.exchange.status in OPEN and not call.started:
-                close_attempts(self._services, call)
+            if call.left_open:
+                if isinstance(call, LiveCall):
+                    close_attempts(self._services, call)
                 self._start(lane, call)
 
-    def _start(self, lane: Lane, call: LiveCall) -> None:
+    def _start(self, lane: Lane, call: ModelCall) -> None:
         run = lane.run
         track(run, call)
         run.live.add(call)

@@ -19,11 +19,14 @@ from gyre_sdk.harness.proxy.exchange import Exchange
 from gyre_sdk.harness.proxy.recorder import durable
 from gyre_sdk.harness.proxy.render import Ids, Template
 from gyre_sdk.harness.proxy.render.grammar import constrained, constraint
-from gyre_sdk.harness.proxy.server.budgets import Spent, room
+from gyre_sdk.harness.proxy.server.budgets import Prices, Spent, room
 from gyre_sdk.harness.proxy.server.conduct import LiveCall, Services
+from gyre_sdk.harness.proxy.server.hosted_turns import prepare_hosted, revive_hosted
+from gyre_sdk.harness.proxy.server.model_call import OPEN, ModelCall
+from gyre_sdk.harness.proxy.server.provider import Provider, wire_messages
 from gyre_sdk.harness.proxy.server.settings import HistoryPolicy, new_key
 from gyre_sdk.harness.proxy.server.speech import PROMPT_TAIL
-from gyre_sdk.harness.proxy.server.state import OPEN, Lane, Orphan, RequestRecord, RunState, key_digest, new_lane_id
+from gyre_sdk.harness.proxy.server.state import Lane, Orphan, RequestRecord, RunState, key_digest, new_lane_id
 from gyre_sdk.harness.proxy.server.turns import Turn
 from gyre_sdk.journal import CallIntent, TokenChunk
 from gyre_sdk.records import AttemptRecord, CallId, CallStatus, LaneRecord, Sampling
@@ -49,17 +52,6 @@ async def prepare(
     request, run = turn.request, key.run
     lane = await _sorted(services, key, turn, headers)
     policy = services.settings.policy(lane.record.role)
-    template = await _template(services, policy, request.thinking)
-    large, origins = size > OFF_LOOP, []
-    if request.prompts:
-        match = Match(None, 0, (), 0)
-        for given in request.prompts:
-            origins.append(await _off_loop(large, _verbatim, run.history, template, lane.record.lane, request, given))
-    else:
-        lenient = policy is HistoryPolicy.BRIDGE
-        match, origin = await _off_loop(large, _continue, run.history, template, lane.record.lane, request, lenient)
-        origins.append(origin)
-    sampling = _resolve(services, request, template, max(origins, key=lambda origin: len(origin.prompt)), run, turn.at)
     tools = list(request.tools)
     stored = RequestRecord(
         request.dialect,
@@ -71,6 +63,23 @@ async def prepare(
         key.record.lane if lane is not key else "",
         tools if tools != (request.fields.get("tools") or []) else None,
     )
+    hosted = services.settings.hosted_model(request.model)
+    if hosted is not None:
+        calls = request.n * max(1, len(request.prompts))
+        most = _room(services, run, turn.at, calls, 0, Prices())
+        prepare_hosted(services, lane, turn, stored, hosted, most)
+        return
+    template = await _template(services, policy, request.thinking)
+    large, origins = size > OFF_LOOP, []
+    if request.prompts:
+        match = Match(None, 0, (), 0)
+        for given in request.prompts:
+            origins.append(await _off_loop(large, _verbatim, run.history, template, lane.record.lane, request, given))
+    else:
+        lenient = policy is HistoryPolicy.BRIDGE
+        match, origin = await _off_loop(large, _continue, run.history, template, lane.record.lane, request, lenient)
+        origins.append(origin)
+    sampling = _resolve(services, request, template, max(origins, key=lambda origin: len(origin.prompt)), run, turn.at)
     messages = [msgspec.to_builtins(message) for message in match.messages]
     for index in range(request.n * len(origins)):
         origin = origins[index // request.n]
@@ -103,6 +112,9 @@ async def count_prompt(services: Services, lane: Lane, request: ModelRequest, si
     Raises:
         ProtocolError: the messages cannot be rendered.
     """
+    hosted = services.settings.hosted_model(request.model)
+    if hosted is not None:
+        return await Provider(hosted).count(wire_messages(request.messages), request.tools)
     policy = services.settings.policy(lane.record.role)
     template = await _template(services, policy, request.thinking)
     lenient = policy is HistoryPolicy.BRIDGE
@@ -119,7 +131,8 @@ async def _sorted(services: Services, key: Lane, turn: Turn, headers: Mapping[st
     if sorter is None or request.prompts:
         return key
     async with sorter.lock:
-        assigned = sorter.decide(request, run.history.match("", request.tools, request.messages), headers)
+        history = run.history if services.settings.hosted_model(request.model) is None else run.hosted_history
+        assigned = sorter.decide(request, history.match("", request.tools, request.messages), headers)
         name = assigned.lane
         if name is None:
             name = new_lane_id()
@@ -141,25 +154,29 @@ async def _off_loop(large: bool, function: Callable[P, T], *args: P.args, **kwar
     return await asyncio.to_thread(function, *args, **kwargs) if large else function(*args, **kwargs)
 
 
-def track(run: RunState, call: LiveCall) -> None:
+def track(run: RunState, call: ModelCall) -> None:
     """Have a call join its run's history when it is complete."""
     messages = tuple(msgspec.convert(call.intent.messages, list[Message]))
     sorter = run.sorters.get(call.intent.request.get("key_lane") or call.intent.lane)
 
-    def complete(done: LiveCall) -> None:
+    def complete(done: ModelCall) -> None:
         intent = done.intent
         if sorter is not None:
             sorter.answered(intent.lane, intent.call, messages, (done.answer or Answer()).message())
-        run.usage.sampled_tokens += len(done.exchange.ids)
+        run.usage.sampled_tokens += done.sampled
         run.usage.cost += done.cost
-        run.history.add(
+        policy = isinstance(done, LiveCall)
+        if not policy:
+            run.usage.prompt_tokens += done.prompt_tokens
+        history = run.history if policy else run.hosted_history
+        history.add(
             intent.call,
             intent.lane,
             done.request.tools,
             messages,
             (done.answer or Answer()).message(),
-            done.prompt,
-            done.exchange.ids,
+            done.prompt if isinstance(done, LiveCall) else (),
+            done.exchange.ids if isinstance(done, LiveCall) else (),
             intent.parent,
             intent.shared,
         )
@@ -173,6 +190,9 @@ def revive(services: Services, request: ModelRequest, orphans: list[Orphan]) -> 
     turn = Turn(request, first.request.turn, first.record.received_at)
     for orphan in sorted(orphans, key=lambda item: item.request.index):
         record = orphan.record
+        if orphan.request.hosted:
+            turn.calls.append(revive_hosted(services, request, orphan))
+            continue
         ended = record.status not in OPEN
         exchange = Exchange(
             record.call,
@@ -196,7 +216,7 @@ def revive(services: Services, request: ModelRequest, orphans: list[Orphan]) -> 
             said = msgspec.convert(orphan.answer, Message)
             call.restore(Answer(said.content, said.reasoning, said.tool_calls), record.finish_reason or "stop")
         turn.calls.append(call)
-    turn.delivered = all(call.exchange.status is CallStatus.DELIVERED for call in turn.calls)
+    turn.delivered = all(call.status is CallStatus.DELIVERED for call in turn.calls)
     turn.ready.set()
     return turn
 
@@ -277,11 +297,7 @@ def _resolve(
                 problem = f"{name} is refused while a trainer uses the run: it changes what is sampled behind its back"
                 raise ProtocolError(problem, code="invalid_value", param=name)
     calls = request.n * max(1, len(request.prompts))
-    most = room(run.limits, run.usage, services.settings.prices, age=at - run.created_at, calls=calls, prompt=prompt)
-    if isinstance(most, Spent):
-        run.spend(most)
-        services.journal.spend_run(run.run, most.status, most.what)
-        raise most.refusal()
+    most = _room(services, run, at, calls, prompt, services.settings.prices)
     longest = min(sampling.max_tokens or services.settings.max_tokens, most or 1 << 31)
     context = services.template.context
     if context is not None:
@@ -299,6 +315,16 @@ def _resolve(
     if grammar is not None:
         extra["structured_outputs"] = grammar
     return msgspec.structs.replace(sampling, max_tokens=longest, stop_token_ids=stops, extra=extra)
+
+
+def _room(services: Services, run: RunState, at: float, calls: int, prompt: int, prices: Prices) -> int | None:
+    """Return how many tokens each of a request's calls may sample, None for no bound; or end the run."""
+    most = room(run.limits, run.usage, prices, age=at - run.created_at, calls=calls, prompt=prompt)
+    if isinstance(most, Spent):
+        run.spend(most)
+        services.journal.spend_run(run.run, most.status, most.what)
+        raise most.refusal()
+    return most
 
 
 def _grammar(request: ModelRequest, template: Template, prompt: Ids, longest: int) -> dict[str, Any] | None:

@@ -27,8 +27,11 @@ class ProxySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     store: Path
     """SQLite file; made when missing."""
-    model: Path
-    """Model folder with `tokenizer.json`."""
+    model: Path | None = None
+    """Model folder of the policy, with `tokenizer.json`; None serves hosted models only."""
+    hosted: tuple[str, ...] = ()
+    """Hosted models by litellm's names; a request that names one goes there. Without a policy all requests go to a
+    hosted model: to the one that they name, else to the first."""
     renderer: str = "auto"
     """Family in the `renderers` package, `template` (the model's own chat template), or `auto`: what fits the model."""
     renderer_options: dict[str, Any] = {}
@@ -74,6 +77,12 @@ class ProxySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What calls cost their run's budget."""
     grace: float = 10.0
     """Seconds that SIGTERM gives calls in flight."""
+
+    def hosted_model(self, name: str) -> str | None:
+        """Return the hosted model that a request naming `name` goes to; None for the policy."""
+        if name in self.hosted:
+            return name
+        return self.hosted[0] if self.model is None and self.hosted else None
 
     def policy(self, role: str) -> HistoryPolicy:
         """Return the history policy of a role."""

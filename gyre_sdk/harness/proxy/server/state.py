@@ -18,18 +18,18 @@ from gyre_sdk.harness.proxy.dialects.history import History
 from gyre_sdk.harness.proxy.lanes import Classifier
 from gyre_sdk.harness.proxy.lanes.loading import load_classifier
 from gyre_sdk.harness.proxy.server.budgets import LIMIT_CODE, Limits, Spent, Usage, out_of_time
-from gyre_sdk.harness.proxy.server.conduct import LiveCall
+from gyre_sdk.harness.proxy.server.hosted import spent_by
+from gyre_sdk.harness.proxy.server.model_call import OPEN, ModelCall
 from gyre_sdk.harness.proxy.server.settings import ProxySettings
 from gyre_sdk.harness.proxy.server.sorting import Sorter
 from gyre_sdk.harness.proxy.server.turns import Turn
 from gyre_sdk.journal import Journal, RecordedExchange
 from gyre_sdk.records import CallRecord, CallStatus, LaneId, LaneRecord, RunId, RunRecord, RunStatus
 
-OPEN = (CallStatus.RECEIVED, CallStatus.DISPATCHED, CallStatus.STREAMING)
 _ANSWERED = (CallStatus.COMPLETE, CallStatus.DELIVERED)
 
 
-class RequestRecord(msgspec.Struct, frozen=True):
+class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """What is stored of a request beside its messages."""
 
     dialect: str
@@ -47,6 +47,10 @@ class RequestRecord(msgspec.Struct, frozen=True):
     """Lane of the key that the request came with, where that is not the call's own."""
     tools: list[dict[str, Any]] | None = None
     """Tools in OpenAI's form, where the body does not hold them so."""
+    hosted: bool = False
+    """Whether a hosted model answers: there are no token ids then."""
+    provider: dict[str, Any] | None = None
+    """Of a hosted model: its name and what it is asked beside the messages."""
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
@@ -78,6 +82,9 @@ class RunState:
     created_at: float
     limits: Limits
     history: History = field(default_factory=History)
+    """Of the policy's calls."""
+    hosted_history: History = field(default_factory=History)
+    """Of calls without token ids: apart, for nothing can be bridged from them."""
     lanes: dict[str, Lane] = field(default_factory=dict)
     turns: dict[tuple[str, str], list[Turn]] = field(default_factory=lambda: defaultdict(list))
     """By lane and body digest."""
@@ -85,7 +92,7 @@ class RunState:
     """By lane and `Idempotency-Key`."""
     orphans: dict[tuple[str, str], list[Orphan]] = field(default_factory=lambda: defaultdict(list))
     """Calls of a process that died, by lane and body digest."""
-    live: set[LiveCall] = field(default_factory=set)
+    live: set[ModelCall] = field(default_factory=set)
     """Calls in flight."""
     named: dict[str, Turn] = field(default_factory=dict)
     """By name, for protocols that refer to earlier answers."""
@@ -238,21 +245,27 @@ class Registry:
         spent = self._journal.spent(run)
         if spent is not None:
             state.closed, state.spent = True, Spent(*spent)
-        usage, prices = state.usage, self._settings.prices
-        usage.cost = prices.of(usage.prompt_tokens, usage.sampled_tokens)
         return state
 
     def _load_call(self, state: RunState, call: CallRecord, exchange: RecordedExchange) -> None:
         request = msgspec.convert(exchange.request, RequestRecord)
         self._sort_again(state, call, request, exchange)
-        state.usage.calls += 1
-        state.usage.prompt_tokens += len(call.prompt_ids)
-        if call.status in _ANSWERED and exchange.answer is not None:
+        answer = msgspec.convert(exchange.answer, Message) if exchange.answer is not None else None
+        prompt, sampled, cost = len(call.prompt_ids), len(call.sampled_ids), None
+        if request.hosted and answer is not None:
+            prompt, sampled, cost = spent_by(answer)
+        if call.status not in _ANSWERED:
+            sampled = 0
+        usage, prices = state.usage, self._settings.prices
+        usage.calls += 1
+        usage.prompt_tokens += prompt
+        usage.sampled_tokens += sampled
+        usage.cost += prices.of(prompt, sampled) if cost is None else cost
+        if call.status in _ANSWERED and answer is not None:
             messages = tuple(msgspec.convert(exchange.messages, list[Message]))
-            answer = msgspec.convert(exchange.answer, Message)
             tools = request.shown_tools
-            state.usage.sampled_tokens += len(call.sampled_ids)
-            state.history.add(
+            history = state.hosted_history if request.hosted else state.history
+            history.add(
                 call.call,
                 call.lane,
                 tools,

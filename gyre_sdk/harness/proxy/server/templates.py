@@ -28,10 +28,14 @@ class Templates:
         self._given = given
         self._made: dict[tuple[HistoryPolicy, bool | None], Template] = {}
         self._making = threading.Lock()
-        self.base = self.of(settings.history)
-        """For what does not depend on the policy: text, limits, stop tokens."""
-        for policy in HistoryPolicy:
-            self.of(policy)
+        if settings.model is not None or given is not None:
+            for policy in HistoryPolicy:
+                self.of(policy)
+
+    @property
+    def base(self) -> Template:
+        """The template for what does not depend on the policy: text, limits, stop tokens."""
+        return self.of(self._settings.history)
 
     def known(self, policy: HistoryPolicy, thinking: bool | None = None) -> Template | None:
         """Return a template if it is loaded."""
@@ -47,6 +51,8 @@ class Templates:
 
     def _load(self, policy: HistoryPolicy, thinking: bool | None) -> Template:
         settings = self._settings
+        if settings.model is None:
+            raise SettingsError("this service has no policy: its settings name no model folder")
         options = dict(settings.renderer_options)
         if policy is HistoryPolicy.BRIDGE:
             options = {"thinking_retention": "all", **options}

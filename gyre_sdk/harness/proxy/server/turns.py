@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from gyre_sdk.errors import ProtocolError
 from gyre_sdk.harness.proxy.dialects import ModelRequest
-from gyre_sdk.harness.proxy.server.conduct import LiveCall
+from gyre_sdk.harness.proxy.server.model_call import ModelCall
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +23,7 @@ class Turn:
     name: str
     at: float
     """Seconds since the epoch when it was received."""
-    calls: list[LiveCall] = field(default_factory=list)
+    calls: list[ModelCall] = field(default_factory=list)
     connections: set[object] = field(default_factory=set)
     """Transports of the agent that wait for the answer now."""
     delivered: bool = False

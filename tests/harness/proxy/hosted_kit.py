@@ -1,0 +1,86 @@
+"""A provider of hosted models, scripted: speaks OpenAI's chat completions, keeps what it was sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from aiohttp import web
+
+USAGE = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
+
+
+class Scripted:
+    """The provider. `plays` are taken one per request; without one, it says `Hello.`"""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.plays: list[dict[str, Any]] = []
+        self.on_request: Callable[[], None] = lambda: None
+        """Called before anything is answered."""
+        self.go_on = threading.Event()
+        """What plays with `hold` wait for after their first delta."""
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        self.requests.append(await request.json())
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
+        self.on_request()
+        play = self.plays.pop(0) if self.plays else {"deltas": [{"content": "Hel"}, {"content": "lo."}]}
+        if "status" in play:
+            error = {"message": play["message"], "type": "error", "code": play.get("code")}
+            return web.json_response({"error": error}, status=play["status"])
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for delta in play["deltas"]:
+            await response.write(_chunk(choices=[{"index": 0, "delta": delta, "finish_reason": None}]))
+            if play.get("hold"):
+                await asyncio.to_thread(self.go_on.wait, 60)
+        if play.get("die"):
+            assert request.transport is not None
+            request.transport.abort()
+            return response
+        finish = play.get("finish", "stop")
+        await response.write(_chunk(choices=[{"index": 0, "delta": {}, "finish_reason": finish}]))
+        await response.write(_chunk(choices=[], usage=play.get("usage", USAGE)))
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+@contextmanager
+def provider() -> Iterator[Scripted]:
+    """Run the provider in a thread."""
+    scripted, ready, loop = Scripted(), threading.Event(), asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    async def serve() -> None:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", scripted.chat)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        scripted.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        ready.set()
+        await stop.wait()
+        await runner.cleanup()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield scripted
+    finally:
+        scripted.go_on.set()
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+        loop.close()
+
+
+def _chunk(**fields: Any) -> bytes:
+    head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "gpt-4o-mini"}
+    return b"data: " + json.dumps({**head, **fields}).encode() + b"\n\n"
