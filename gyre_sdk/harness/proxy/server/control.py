@@ -17,7 +17,7 @@ from gyre_sdk.errors import JournalError, ProtocolError, SettingsError
 from gyre_sdk.harness.proxy.lanes.loading import load_classifier
 from gyre_sdk.harness.proxy.recorder import durable
 from gyre_sdk.harness.proxy.server.agents import bearer
-from gyre_sdk.harness.proxy.server.bodies import read_struct
+from gyre_sdk.harness.proxy.server.bodies import read_body
 from gyre_sdk.harness.proxy.server.budgets import Limits, Prices, Spent, final_status
 from gyre_sdk.harness.proxy.server.conduct import Services
 from gyre_sdk.harness.proxy.server.model_call import OPEN
