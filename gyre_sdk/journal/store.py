@@ -5,6 +5,7 @@ Writes return a future that resolves when the write is durable; `Future.result()
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import zlib
 from concurrent.futures import Future
@@ -22,7 +23,7 @@ from gyre_sdk.journal.reader import Reader
 from gyre_sdk.journal.schema import connect, context_start
 from gyre_sdk.journal.values import CallIntent, TokenChunk
 from gyre_sdk.journal.writer import Writer
-from gyre_sdk.records import AttemptRecord, CallId, CallStatus, LaneRecord, RunId, RunRecord, RunStatus
+from gyre_sdk.records import AttemptRecord, CallId, CallStatus, LaneId, LaneRecord, RunId, RunRecord, RunStatus
 
 _pack = msgspec.msgpack.Encoder().encode
 _SPENT = (RunStatus.TIMED_OUT, RunStatus.LIMIT)
@@ -51,6 +52,16 @@ class Journal(Reader):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def join_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Have writes made in an event loop's thread, the caller's; futures resolve there. See `writer`."""
+        if self._writer is not None:
+            self._writer.join_loop(loop)
+
+    def leave_loop(self) -> None:
+        """End `join_loop`, in the loop's thread and before the loop ends."""
+        if self._writer is not None:
+            self._writer.leave_loop()
 
     def close(self) -> None:
         """Finish queued writes and close the file."""
@@ -91,6 +102,20 @@ class Journal(Reader):
     def open_lane(self, lane: LaneRecord, key_digest: str) -> Future[None]:
         """Record a further lane of a run."""
         return self._submit(lambda db: _insert_lane(db, lane, key_digest))
+
+    def revoke_lane(self, lane: LaneId) -> Future[None]:
+        """Make the key of a lane open nothing, for good. Its digest stays on record, marked."""
+
+        def write(db: sqlite3.Connection) -> None:
+            found = db.execute(
+                "UPDATE lane SET key_digest=CASE WHEN key_digest LIKE 'revoked %' THEN key_digest"
+                " ELSE 'revoked ' || key_digest END WHERE lane=?",
+                (lane,),
+            )
+            if not found.rowcount:
+                raise JournalError(f"lane {lane} is not in the store")
+
+        return self._submit(write)
 
     def end_run(
         self,

@@ -1,26 +1,47 @@
-"""The one writer of a store in a process: a thread that commits what has queued up, together.
+"""The one writer of a store in a process: commits what has queued up, together.
 
 While one commit waits for the disk, the next writes queue; they then share one commit. An operation that fails
 is rolled back alone and only its own future gets the error: the batch is then run again with savepoints, which cost
 as much as the writes themselves. So an operation may run twice.
+
+A thread does the work. A process that lives in an event loop can have the loop run the operations and leave the thread
+only the wait for the disk (`join_loop`): SQLite gives the interpreter's lock away at each statement, and a thread that
+has to win it back from a busy loop each time makes both slow.
 """
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from gyre_sdk.errors import GyreError, JournalError
 
 T = TypeVar("T")
 _MAX_BATCH = 512
-_Batch = list[tuple[Callable[[sqlite3.Connection], Any], Future[Any]]]
+_PATIENCE_MS = 30_000
+"""How long another process may hold the store."""
+_Item = tuple[Callable[[sqlite3.Connection], Any], Future[Any]]
 _Outcomes = list[tuple[Future[Any], Any, Exception | None]]
-_REFUSED = (sqlite3.Error, GyreError, ValueError, TypeError)
+_REFUSED = (sqlite3.Error, GyreError, ValueError, TypeError, OverflowError)
+
+
+@dataclass(frozen=True, slots=True)
+class _FromLoop:
+    """A batch of the loop for the thread to finish."""
+
+    batch: list[_Item]
+    outcomes: _Outcomes | None
+    """Of operations that have run and wait for their commit; None: all of it is still to be done."""
+
+
+_END = _FromLoop([], None)
+"""Ends the thread."""
 
 
 class Writer:
@@ -29,16 +50,18 @@ class Writer:
     Args:
         connection: whose only user the writer is.
         name: of the store, for the thread's name.
-        undone: called in the writer's thread when operations were rolled back.
+        undone: called in the thread that runs operations when some were rolled back.
     """
 
     def __init__(self, connection: sqlite3.Connection, name: str, undone: Callable[[], None]) -> None:
         self._connection = connection
         self._undone = undone
-        self._queue: queue.SimpleQueue[tuple[Callable[[sqlite3.Connection], Any], Future[Any]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._queue: queue.SimpleQueue[_Item | _FromLoop] = queue.SimpleQueue()
         self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._home = 0
+        self._pending: list[_Item] = []
+        self._busy = False
         self._thread = threading.Thread(target=self._run, name=f"journal {name}", daemon=True)
         self._thread.start()
 
@@ -47,47 +70,125 @@ class Writer:
         if self._closed:
             raise JournalError("the store is closed")
         future: Future[T] = Future()
-        self._queue.put((operation, future))
+        loop = self._loop
+        if loop is None:
+            self._queue.put((operation, future))
+        elif threading.get_ident() == self._home:
+            self._enqueue((operation, future))
+        else:
+            loop.call_soon_threadsafe(self._enqueue, (operation, future))
         return future
+
+    def join_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Run operations in the thread of an event loop, the caller's, until `leave_loop`; futures resolve there."""
+        self._connection.execute("PRAGMA busy_timeout=0")
+        self._loop, self._home = loop, threading.get_ident()
+
+    def leave_loop(self) -> None:
+        """Leave the work to the thread again. Called in the loop's thread, before the loop ends."""
+        self._loop = None
+        for item in self._pending:
+            self._queue.put(item)
+        self._pending = []
 
     def close(self) -> None:
         """Commit what is queued, then end the thread and the connection."""
         if not self._closed:
             self._closed = True
-            self._queue.put(None)
+            self._queue.put(_END)
             self._thread.join()
             self._connection.close()
 
-    def _run(self) -> None:
-        open_ = True
-        while open_:
-            batch = [self._queue.get()]
-            while len(batch) < _MAX_BATCH and not self._queue.empty():
-                batch.append(self._queue.get())
-            if batch[-1] is None or None in batch:
-                open_ = False
-            self._commit([item for item in batch if item is not None and item[1].set_running_or_notify_cancel()])
+    # -- in the loop's thread ----------------------------------------------------------------------------------------
 
-    def _commit(self, batch: _Batch) -> None:
-        if not batch:
+    def _enqueue(self, item: _Item) -> None:
+        if self._loop is None:
+            self._queue.put(item)
             return
+        self._pending.append(item)
+        if not self._busy:
+            self._busy = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Run what has queued up. The thread commits it, or does all of it where it cannot be done at once."""
+        if self._loop is None:
+            return
+        batch, self._pending = _wanted(self._pending[:_MAX_BATCH]), self._pending[_MAX_BATCH:]
+        outcomes: _Outcomes | None = None
         try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            outcomes = [(future, operation(self._connection), None) for operation, future in batch]
+        except _REFUSED:
+            self._roll_back()
+            outcomes = None
+        self._queue.put(_FromLoop(batch, outcomes))
+
+    def _finished(self, outcomes: _Outcomes) -> None:
+        _resolve(outcomes)
+        if self._pending and self._loop is not None:
+            self._pump()
+        else:
+            self._busy = False
+
+    # -- in the writer's thread --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        held: _Item | _FromLoop | None = None
+        while True:
+            job, held = held or self._queue.get(), None
+            if job is _END:
+                return
+            if isinstance(job, _FromLoop):
+                self._finish(job)
+                continue
+            batch = [job]
+            while len(batch) < _MAX_BATCH and not self._queue.empty():
+                held = self._queue.get()
+                if isinstance(held, _FromLoop):
+                    break
+                batch.append(held)
+                held = None
+            _resolve(self._commit(_wanted(batch)))
+
+    def _finish(self, job: _FromLoop) -> None:
+        outcomes = self._commit(job.batch) if job.outcomes is None else self._commit_run(job.batch, job.outcomes)
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            _resolve(outcomes)
+        else:
+            loop.call_soon_threadsafe(self._finished, outcomes)
+
+    def _commit_run(self, batch: list[_Item], outcomes: _Outcomes) -> _Outcomes:
+        """Commit operations that the loop has run."""
+        try:
+            self._connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            return self._failed(batch, error)
+        return outcomes
+
+    def _commit(self, batch: list[_Item]) -> _Outcomes:
+        """Run and commit a batch."""
+        if not batch:
+            return []
+        try:
+            if self._home:
+                self._connection.execute(f"PRAGMA busy_timeout={_PATIENCE_MS}")
             outcomes = self._run_together(batch)
             if outcomes is None:
                 outcomes = self._run_apart(batch)
+            if self._home:
+                self._connection.execute("PRAGMA busy_timeout=0")
         except sqlite3.Error as error:
-            self._roll_back()
-            failure = JournalError(
-                f"the store could not be written: {error}; check the disk's free space and permissions"
-            )
-            outcomes = [(future, None, failure) for _, future in batch]
-        for future, value, problem in outcomes:
-            if problem is None:
-                future.set_result(value)
-            else:
-                future.set_exception(_as_journal_error(problem))
+            return self._failed(batch, error)
+        return outcomes
 
-    def _run_together(self, batch: _Batch) -> _Outcomes | None:
+    def _failed(self, batch: list[_Item], error: sqlite3.Error) -> _Outcomes:
+        self._roll_back()
+        failure = JournalError(f"the store could not be written: {error}; check the disk's free space and permissions")
+        return [(future, None, failure) for _, future in batch]
+
+    def _run_together(self, batch: list[_Item]) -> _Outcomes | None:
         """Run and commit a batch; None when an operation failed and nothing was done."""
         self._connection.execute("BEGIN IMMEDIATE")
         try:
@@ -98,7 +199,7 @@ class Writer:
         self._connection.execute("COMMIT")
         return outcomes
 
-    def _run_apart(self, batch: _Batch) -> _Outcomes:
+    def _run_apart(self, batch: list[_Item]) -> _Outcomes:
         """Run and commit a batch of which some operations fail."""
         outcomes: _Outcomes = []
         self._connection.execute("BEGIN IMMEDIATE")
@@ -120,5 +221,15 @@ class Writer:
         self._undone()
 
 
-def _as_journal_error(error: Exception) -> GyreError:
-    return error if isinstance(error, GyreError) else JournalError(f"the store refused a write: {error}")
+def _wanted(batch: list[_Item]) -> list[_Item]:
+    return [item for item in batch if item[1].set_running_or_notify_cancel()]
+
+
+def _resolve(outcomes: _Outcomes) -> None:
+    for future, value, problem in outcomes:
+        if problem is None:
+            future.set_result(value)
+        elif isinstance(problem, GyreError):
+            future.set_exception(problem)
+        else:
+            future.set_exception(JournalError(f"the store refused a write: {problem}"))

@@ -7,6 +7,7 @@ time, so that a slow disk makes larger writes and not a longer queue.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -154,7 +155,15 @@ async def durable(future: Future[Any]) -> Any:
     if not future.done():
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(_wake, waiter))
+        home = threading.get_ident()
+
+        def done(_: Future[Any]) -> None:
+            if threading.get_ident() == home:
+                _wake(waiter)
+            else:
+                loop.call_soon_threadsafe(_wake, waiter)
+
+        future.add_done_callback(done)
         await waiter
     return future.result()
 

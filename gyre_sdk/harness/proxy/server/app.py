@@ -64,6 +64,7 @@ class ProxyServer:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         upstream = Upstream(versions=self.settings.version_labels, token=self.settings.replica_token)
         journal = await asyncio.to_thread(Journal, self.settings.store)
+        journal.join_loop(self._loop)
         await upstream.open()
         fleet = Fleet(upstream, self.settings.replicas)
         tasks: set[asyncio.Task[None]] = set()
@@ -113,6 +114,7 @@ class ProxyServer:
             await asyncio.gather(*tasks, return_exceptions=True)
             await fleet.close()
             await upstream.close()
+            journal.leave_loop()
             await asyncio.to_thread(journal.close)
 
     def stop(self) -> None:
