@@ -24,11 +24,10 @@ MISSING_LOGPROB = -9998.0
 ABORT_PREFIX = "generate-tokens-"
 """What vLLM puts before the request id that it was given."""
 
+_REFUSALS = (400, 404, 413, 422)
+"""Statuses, also of errors in a stream, that no other replica would answer otherwise."""
 _LARGE = 50_000
 """Prompts of more tokens are encoded in a thread."""
-
-_SILENCE = 5.0
-"""Seconds without a byte after which a replica is asked whether it is alive."""
 
 
 class _Logprob(msgspec.Struct):
@@ -169,7 +168,7 @@ class Upstream:
             ) as response:
                 if response.status != 200:
                     await self._raise_status(url, response)
-                while chunk := await self._read(url, response):
+                while chunk := await response.content.readany():
                     piece = self._piece(url, decoder, chunk, version)
                     if piece is not None:
                         yield piece
@@ -224,19 +223,9 @@ class Upstream:
             raise ReplicaError("the upstream client is not open")
         return self._session
 
-    async def _read(self, url: str, response: aiohttp.ClientResponse) -> bytes:
-        reader = response.content
-        while True:
-            try:
-                async with asyncio.timeout(_SILENCE):
-                    return await reader.readany()
-            except TimeoutError:
-                if not await self.healthy(url, 2.0):
-                    raise ReplicaError(f"replica {url} is silent and does not answer its health check") from None
-
     async def _raise_status(self, url: str, response: aiohttp.ClientResponse) -> None:
         text = (await response.text())[:2000]
-        if response.status in (400, 404, 413, 422):
+        if response.status in _REFUSALS:
             raise Refused(f"the engine refused the request: {_reason(text)}", 400)
         raise ReplicaError(f"replica {url} answered HTTP {response.status}: {_reason(text)}")
 
@@ -253,7 +242,10 @@ class Upstream:
             if chunk.error is not None:
                 if ids:
                     return Piece(ids, logprobs)
-                raise ReplicaError(f"replica {url} reported an error: {_reason(str(chunk.error))}")
+                reason = _reason(msgspec.json.encode(chunk.error).decode())
+                if isinstance(chunk.error, dict) and chunk.error.get("code") in _REFUSALS:
+                    raise Refused(f"the engine refused the request: {reason}", 400)
+                raise ReplicaError(f"replica {url} reported an error: {reason}")
             for choice in chunk.choices:
                 fresh = choice.token_ids or []
                 ids += fresh

@@ -86,6 +86,8 @@ class RunState:
     hosted_history: History = field(default_factory=History)
     """Of calls without token ids: apart, for nothing can be bridged from them."""
     lanes: dict[str, Lane] = field(default_factory=dict)
+    keys: list[str] = field(default_factory=list)
+    """Digests of its lanes' keys that are kept in memory."""
     turns: dict[tuple[str, str], list[Turn]] = field(default_factory=lambda: defaultdict(list))
     """By lane and body digest."""
     keyed: dict[tuple[str, str], Turn] = field(default_factory=dict)
@@ -171,15 +173,19 @@ class Registry:
     def open_lane(self, state: RunState, record: LaneRecord, digest: str) -> Lane:
         """Keep a lane that was just opened."""
         lane = state.lanes[record.lane] = Lane(record, state)
-        self._keys[digest] = lane
-        return lane
+        return self._remember(digest, lane)
+
+    def _remember(self, digest: str, lane: Lane) -> Lane:
+        lane.run.keys.append(digest)
+        return self._keys.setdefault(digest, lane)
 
     def drop(self, run: RunId) -> None:
         """Forget a run that ended."""
         state = self._runs.pop(run, None)
         if state is not None and state.alarm is not None:
             state.alarm.cancel()
-        self._keys = {digest: lane for digest, lane in self._keys.items() if lane.run.run != run}
+        for digest in state.keys if state is not None else ():
+            self._keys.pop(digest, None)
 
     def revoke(self, lane: Lane) -> None:
         """Make a lane's keys open nothing."""
@@ -210,7 +216,7 @@ class Registry:
                 f"run {record.run} has ended; its key opens nothing any more", status=403, code="run_ended"
             )
         lane = state.lanes.get(record.lane)
-        return self.open_lane(state, record, digest) if lane is None else self._keys.setdefault(digest, lane)
+        return self.open_lane(state, record, digest) if lane is None else self._remember(digest, lane)
 
     async def run(self, run: RunId) -> RunState | None:
         """Return an open run, from the store if need be; None when it is unknown or has ended."""
