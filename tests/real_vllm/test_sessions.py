@@ -4,71 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import socket
-import subprocess
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import agent as demo_agent
-import httpx
 import openai
 import pytest
 from tasks import Split, generate
-from vllm_environment import VLLM_PYTHON, environment
 
 import gyre_sdk as gyre
-from gyre_sdk.harness.proxy.routing import ReplicaSpec
 from gyre_sdk.journal import Journal
 from gyre_sdk.records import CallStatus, RunStatus
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-RENDERER = {"enable_thinking": True, "thinking_retention": "all"}
-
-
-@pytest.fixture(scope="module")
-def vllm(demo_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a vLLM server."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    folder = tmp_path_factory.mktemp("vllm")
-    command = [str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(demo_policy)]
-    command += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
-    command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--max-model-len", "256"]
-    with (folder / "log").open("wb") as log:
-        server = subprocess.Popen(
-            command, cwd=folder, env=environment(), stdout=log, stderr=log, start_new_session=True
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        for _ in range(600):
-            assert server.poll() is None, (folder / "log").read_text()[-3000:]
-            try:
-                if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                    break
-            except httpx.HTTPError:
-                pass
-            time.sleep(0.5)
-        yield url
-    finally:
-        if server.poll() is None:
-            os.killpg(server.pid, 15)
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, 9)
-
-
-@pytest.fixture
-def service(vllm: str, demo_policy: Path, tmp_path: Path) -> Iterator[gyre.ServiceClient]:
-    settings = gyre.ProxySettings(
-        store=tmp_path / "s.db", model=demo_policy, renderer_options=RENDERER, replicas=(ReplicaSpec(vllm, 0),)
-    )
-    with gyre.serve(settings) as client:
-        yield client
 
 
 def demo_tasks(count: int) -> list[gyre.Task]:
@@ -101,10 +49,10 @@ def test_the_demo_agent_runs_on_vllm(
         assert len(call.sampled_ids) == len(call.logprobs) > 0
         assert [(span.version, span.start, span.end) for span in call.versions] == [(0, 0, len(call.sampled_ids))]
         assert all(value is not None and value <= 0 for value in call.logprobs)
-    _same_as_the_model(demo_policy, calls[:24])
+    same_as_the_model(demo_policy, calls[:24])
 
 
-def _same_as_the_model(policy: Path, calls: list) -> None:  # type: ignore[type-arg]
+def same_as_the_model(policy: Path, calls: list) -> None:  # type: ignore[type-arg]
     """The recorded log-probs are the model's own, given the recorded prompt ids: nothing was shifted or re-tokenised."""
     import torch
     from transformers import AutoModelForCausalLM

@@ -6,6 +6,7 @@ the thinking before, is one grammar: a structural tag of xgrammar (https://xgram
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -19,6 +20,7 @@ Tag = dict[str, Any]
 
 _SPACES = 16
 """Most white space at one place of a JSON text: enough for indented JSON, and an end to models that only indent."""
+_ABOUT = re.compile("structur|grammar|schema|regex", re.IGNORECASE)
 _FORCED = (ToolChoice.REQUIRED, ToolChoice.NAMED)
 
 
@@ -63,8 +65,10 @@ def constraint(request: ModelRequest, form: Format | None, thinking: Thinking, l
     return {"structural_tag": msgspec.json.encode({"type": "structural_tag", "format": whole}).decode()}
 
 
-def asked_by(request: ModelRequest) -> str:
-    """Return the name of the field that asks for a constraint."""
+def field_refused(request: ModelRequest, message: str) -> str | None:
+    """Return the field of a request that an engine refuses with `message`, where that is about the constraint."""
+    if not constrained(request) or not _ABOUT.search(message):
+        return None
     if request.tool_choice in _FORCED:
         return "tool_choice"
     fields = ("response_format", "text", "output_config", "output_format", "structured_outputs")
@@ -146,4 +150,4 @@ def _either(elements: Sequence[Tag]) -> Tag:
     return elements[0] if len(elements) == 1 else {"type": "or", "elements": list(elements)}
 
 
-__all__ = ["asked_by", "constrained", "constraint"]
+__all__ = ["constrained", "constraint", "field_refused"]

@@ -1,0 +1,63 @@
+"""Real vLLM (its CPU build) that serves the demo's policy, and a proxy over it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from vllm_environment import VLLM_PYTHON, environment
+
+import gyre_sdk as gyre
+from gyre_sdk.harness.proxy.routing import ReplicaSpec
+
+RENDERER = {"enable_thinking": True, "thinking_retention": "all"}
+
+
+@pytest.fixture(scope="session")
+def vllm(demo_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a vLLM server, started once for the suite."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder = tmp_path_factory.mktemp("vllm")
+    command = [str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(demo_policy)]
+    command += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--max-model-len", "1024"]
+    with (folder / "log").open("wb") as log:
+        server = subprocess.Popen(
+            command, cwd=folder, env=environment(), stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        for _ in range(600):
+            assert server.poll() is None, (folder / "log").read_text()[-3000:]
+            try:
+                if httpx.get(f"{url}/health", timeout=2).status_code == 200:
+                    break
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.5)
+        yield url
+    finally:
+        if server.poll() is None:
+            os.killpg(server.pid, 15)
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, 9)
+
+
+@pytest.fixture
+def service(vllm: str, demo_policy: Path, tmp_path: Path) -> Iterator[gyre.ServiceClient]:
+    """A proxy over it; the store is `s.db` in the folder of the test."""
+    settings = gyre.ProxySettings(
+        store=tmp_path / "s.db", model=demo_policy, renderer_options=RENDERER, replicas=(ReplicaSpec(vllm, 0),)
+    )
+    with gyre.serve(settings) as client:
+        yield client
