@@ -40,7 +40,26 @@ def decode_object(body: bytes) -> dict[str, Any]:
         raise ProtocolError(f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(fields, dict):
         refuse("the body must be a JSON object", None)
+    refuse_huge(fields)
     return fields
+
+
+def refuse_huge(value: Any, most: int = (1 << 64) - 1) -> None:
+    """Refuse a JSON value that holds an integer beyond 64 bits: it could not be recorded.
+
+    Args:
+        value: what was decoded.
+        most: the largest integer.
+    """
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            waiting.extend(item.values())
+        elif isinstance(item, list):
+            waiting.extend(item)
+        elif isinstance(item, int) and not -(1 << 63) <= item <= most:
+            refuse(f"the body holds the integer {str(item)[:24]}...; integers have 64 bits at most", None)
 
 
 def refuse_given(fields: dict[str, Any], names: Sequence[str]) -> None:

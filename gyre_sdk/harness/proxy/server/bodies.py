@@ -7,12 +7,16 @@ import importlib
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import brotli
+import msgspec
 from aiohttp import web
 
 from gyre_sdk.errors import ProtocolError
+from gyre_sdk.harness.proxy.dialects.fields import refuse_huge
+
+T = TypeVar("T")
 
 _STEP = 1 << 20
 _OFF_LOOP = 16 << 10
@@ -55,6 +59,21 @@ async def read_body(request: web.Request, limit: int) -> bytes:
         else:
             body = _decoded(body, coding, limit)
     return body
+
+
+async def read_struct(request: web.Request, kind: type[T], limit: int) -> T:
+    """Return a request's body as a struct; an empty body is an empty object.
+
+    Raises:
+        ProtocolError: as `read_body`; 400 when the body is something else.
+    """
+    body = await read_body(request, limit)
+    try:
+        value = msgspec.json.decode(body or b"{}")
+        refuse_huge(value, (1 << 63) - 1)
+        return msgspec.convert(value, kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolError(f"the body of {request.path} is wrong: {error}") from error
 
 
 async def _received(request: web.Request, limit: int) -> bytes:

@@ -17,14 +17,14 @@ from gyre_sdk.errors import JournalError, ProtocolError, SettingsError
 from gyre_sdk.harness.proxy.lanes.loading import load_classifier
 from gyre_sdk.harness.proxy.recorder import durable
 from gyre_sdk.harness.proxy.server.agents import bearer
-from gyre_sdk.harness.proxy.server.bodies import read_body
+from gyre_sdk.harness.proxy.server.bodies import read_struct
 from gyre_sdk.harness.proxy.server.budgets import Limits, Prices, Spent, final_status
 from gyre_sdk.harness.proxy.server.conduct import Services
 from gyre_sdk.harness.proxy.server.model_call import OPEN
 from gyre_sdk.harness.proxy.server.prepare import abort_orphan
 from gyre_sdk.harness.proxy.server.replicas import ReplicaControl, describe
 from gyre_sdk.harness.proxy.server.settings import new_key
-from gyre_sdk.harness.proxy.server.state import Lane, Registry, RunState, key_digest, new_lane_id
+from gyre_sdk.harness.proxy.server.state import Lane, Registry, RunState, key_digest, new_lane_id, new_run_id
 from gyre_sdk.records import MAIN, SUBAGENT, GroupId, LaneId, LaneRecord, RunId, RunRecord, RunStatus
 
 T = TypeVar("T")
@@ -125,7 +125,7 @@ class Control:
                 classifier = load_classifier(given.classifier)
             except SettingsError as error:
                 raise ProtocolError(str(error), param="classifier") from error
-        now, run, lane, key = time.time(), RunId(f"r-{secrets.token_hex(8)}"), new_lane_id(), new_key()
+        now, run, lane, key = time.time(), new_run_id(settings), new_lane_id(), new_key()
         version = self._services.fleet.routes.version if given.dispatch_version is None else given.dispatch_version
         limits = {name: value for name, value in msgspec.structs.asdict(given.limits).items() if value is not None}
         record = RunRecord(
@@ -254,9 +254,10 @@ class Control:
         return _json({**msgspec.to_builtins(record), "lanes": msgspec.to_builtins(lanes), **totals, **now})
 
     async def revoke_lane(self, request: web.Request) -> web.Response:
-        """Make a lane's key open nothing from now on; its calls in flight go on."""
-        state = await self._state(request)
-        self._registry.revoke(self._lane(state, request))
+        """Make a lane's key open nothing, for good; its calls in flight go on."""
+        lane = self._lane(await self._state(request), request)
+        self._registry.revoke(lane)
+        await durable(self._services.journal.revoke_lane(lane.record.lane))
         return _json({})
 
     async def status(self, request: web.Request) -> web.Response:
@@ -276,7 +277,7 @@ class Control:
     async def calls(self, request: web.Request) -> web.Response:
         """List calls after a sequence number, without tokens."""
         text = request.query.get("after", "0")
-        if not text.isdigit():
+        if not text.isascii() or not text.isdigit() or len(text) > 18:
             raise ProtocolError(f"after is {text!r}; it must be a sequence number", param="after")
         found = await asyncio.to_thread(self._services.journal.call_summaries, int(text))
         run = request.query.get("run")
@@ -325,11 +326,7 @@ class Control:
         return lane
 
     async def _body(self, request: web.Request, kind: type[T]) -> T:
-        body = await read_body(request, self._services.settings.max_body)
-        try:
-            return msgspec.json.decode(body or b"{}", type=kind)
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"the body of {request.path} is wrong: {error}") from error
+        return await read_struct(request, kind, self._services.settings.max_body)
 
     def _access(self, lane: LaneId, key: str) -> dict[str, str]:
         return {"lane": lane, "api_key": key, "base_url": f"{self.url}/v1"}

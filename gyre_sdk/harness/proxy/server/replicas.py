@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from gyre_sdk.errors import ProtocolError
 from gyre_sdk.harness.proxy.routing import Replica, ReplicaSpec
-from gyre_sdk.harness.proxy.server.bodies import read_body
+from gyre_sdk.harness.proxy.server.bodies import read_struct
 from gyre_sdk.harness.proxy.server.fleet import Drained, Fleet
 
-T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MAX_BODY = 1 << 20
 """Largest body in bytes."""
@@ -61,19 +60,19 @@ class ReplicaControl:
 
     async def set(self, request: web.Request) -> web.Response:
         """Replace the table of replicas."""
-        given = await _body(request, SetReplicas)
+        given = await read_struct(request, SetReplicas, MAX_BODY)
         self._fleet.set([_checked(spec) for spec in given.replicas])
         return _json({"version": self._fleet.routes.version})
 
     async def put(self, request: web.Request) -> web.Response:
         """Add a replica, or tell its new version; one that was draining serves again."""
-        spec = _checked(await _body(request, ReplicaSpec))
+        spec = _checked(await read_struct(request, ReplicaSpec, MAX_BODY))
         self._fleet.put(spec)
         return _json({"version": self._fleet.routes.version})
 
     async def drain(self, request: web.Request) -> web.Response:
         """Take a replica out of service; answered when nothing of ours runs there any more."""
-        given = await _body(request, DrainReplica)
+        given = await read_struct(request, DrainReplica, MAX_BODY)
         if not 0 <= given.seconds <= 86_400:
             raise ProtocolError(f"seconds is {given.seconds}; it must be between 0 and 86400", param="seconds")
         return _drained(given.url, await self._fleet.drain(given.url, given.seconds))
@@ -103,13 +102,6 @@ def _drained(url: str, drained: Drained | None) -> web.Response:
     if drained is None:
         raise ProtocolError(f"replica {url!r} is not in the table", status=404, code="no_such_replica", param="url")
     return _json({"finished": drained.finished, "moved": drained.moved})
-
-
-async def _body(request: web.Request, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(await read_body(request, MAX_BODY) or b"{}", type=kind)
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"the body of {request.path} is wrong: {error}") from error
 
 
 def _json(value: Any) -> web.Response:
