@@ -225,8 +225,9 @@ def _npm(package: str, version: str) -> Path:
 
 def _pip(package: str, version: str) -> Path:
     def install(folder: Path) -> None:
-        _check([sys.executable, "-m", "venv", str(folder)])
-        _check([str(folder / "bin/python"), "-m", "pip", "install", "-qq", f"{package}=={version}"])
+        _check([sys.executable, "-m", "venv", "--without-pip", str(folder)])
+        pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin/python"), "install", "-qq", "--no-compile"]
+        _check([*pip, "--disable-pip-version-check", f"{package}=={version}"])
 
     return _installed(package, version, install)
 

@@ -55,10 +55,12 @@ LOOPS = {
 
 @pytest.fixture(scope="module")
 def weights(model: Path) -> Path:
-    """The model folder, with random weights for its vocabulary."""
+    """The model folder, with random weights for its vocabulary; what they say is short."""
+    import torch
+
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    config = json.loads((model / "config.json").read_text())
-    make_model(
+    config, end = json.loads((model / "config.json").read_text()), tokenizer.token_to_id("<|im_end|>")
+    random = make_model(
         model,
         0,
         vocab_size=tokenizer.get_vocab_size(),
@@ -68,8 +70,13 @@ def weights(model: Path) -> Path:
         num_attention_heads=1,
         num_key_value_heads=1,
         max_position_embeddings=config["max_position_embeddings"],
-        eos_token_id=tokenizer.token_to_id("<|im_end|>"),
+        tie_word_embeddings=False,
+        eos_token_id=end,
     )
+    with torch.no_grad():  # one direction that every state has makes each token an end with a chance of about 1 in 100
+        random.model.embed_tokens.weight[:, 0] = 1.0
+        random.lm_head.weight[end, 0] = 1.2
+    random.save_pretrained(model)
     return model
 
 
