@@ -297,6 +297,7 @@ class LiveCall(ModelCall):
             answer=msgspec.to_builtins(self.answer.message()) if self.answer is not None else None,
         )
         if command.status is CallStatus.COMPLETE:
+            self.speech.release(len(exchange.ids))
             self.on_complete(self)
         self._forget_prompt()
 

@@ -39,25 +39,34 @@ class Speech:
         self._parser: AnswerParser | None = None
         self._flow: TextFlow | None = None
         self._flowed = 0
+        self._rest: list[Delta] | None = None
+        """What the end of the answer adds, while it is not durable."""
 
     def hear(self, ids: list[int], upto: int) -> None:
         """Take tokens up to `upto`, as far as no stop string can begin in them."""
         if self._request.sampling.stop:
             upto = min(upto, self.settled(ids))
-        if upto > self.heard:
+        if upto > self.heard and self._rest is None:
             fresh, self.heard = ids[self.heard : upto], upto
             self.deltas += self._speaking().feed(fresh)
 
     def end(self, ids: list[int], stop: str | None) -> Answer:
-        """Take the rest; return the answer, which ends before the stop string that ended sampling."""
+        """Take the rest; return the answer, which ends before the stop string that ended sampling.
+
+        What the rest adds is not seen before `release`: it is not durable yet.
+        """
         parser = self._speaking()
-        self.deltas += parser.feed(ids[self.heard :])
-        self.heard = len(ids)
+        rest = parser.feed(ids[self.heard :])
         keep = self._request.sampling.extra.get("include_stop_str_in_output")
-        self.deltas += parser.finish(None if keep else stop)
+        self._rest = rest + parser.finish(None if keep else stop)
         self._parser = self._flow = None
         self._tail = ()
         return parser.answer
+
+    def release(self, tokens: int) -> None:
+        """Show all of an answer of that many tokens, which is durable now."""
+        self.deltas += self._rest or ()
+        self.heard, self._rest = tokens, None
 
     def recall(self, deltas: Sequence[Delta], tokens: int) -> None:
         """Take a recorded answer instead."""
