@@ -104,6 +104,7 @@ class ServiceClient:
         metadata: dict[str, Any],
         dispatch_version: int | None,
         limits: Limits,
+        classifier: str = "",
     ) -> OpenedRun:
         """Put a run on record and open its main lane."""
         body = {
@@ -115,6 +116,7 @@ class ServiceClient:
             "metadata": metadata,
             "dispatch_version": dispatch_version,
             "limits": asdict(limits),
+            "classifier": classifier,
         }
         return msgspec.json.decode(self._send("POST", "/runs", body), type=OpenedRun)
 

@@ -70,6 +70,9 @@ class Session:
         group: the group whose rewards are compared, and `member`, the run's index in it.
         dispatch_version: policy version when the run was planned; None asks the service.
         split: what the run is for: `train`, or the name of an evaluation. Kept in the run's metadata.
+        classifier: tells the lanes of an agent that uses one key for everything: `auto`, the preset of a program
+            (`claude-code`, `codex`, `mini-swe-agent`, `openai-agents`), or an import path `module:attribute` of a
+            `Classifier`. Empty: a lane is what has a key of its own.
         limits: budgets; a missing `seconds` is the task's agent time limit.
         hooks, observer: see `hooks.Hooks` and `ports.Observer`.
         scoring_retries: how often a failed evaluation is tried again before the run is left unscored.
@@ -91,6 +94,7 @@ class Session:
         member: int = 0,
         dispatch_version: int | None = None,
         split: str = "train",
+        classifier: str = "",
         limits: Limits | None = None,
         hooks: Hooks | None = None,
         observer: Observer = unobserved,
@@ -107,7 +111,7 @@ class Session:
         self._hooks = hooks or Hooks()
         self._observer = Fanout(observer)
         self._metadata = dict(metadata or {})
-        self._split = split
+        self._split, self._classifier = split, classifier
         self._scoring_retries = scoring_retries
         self._clock = clock or SystemClock()
         self._cleanup = ExitStack()
@@ -160,6 +164,7 @@ class Session:
             metadata=self._metadata,
             dispatch_version=self._dispatch_version,
             limits=self._limits,
+            classifier=self._classifier,
         )
         self._opened = opened
         self._observer(RunStarted(self._clock.time(), opened.run, self._task.name, self._group, self._split))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ def run(name: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_record_a_call(tmp_path: Path, demo_policy: Path) -> None:
+@pytest.fixture(scope="module")
+def replica(demo_policy: Path) -> Iterator[str]:
+    """An engine with the demo's policy; gives its address."""
     engine = subprocess.Popen(
         [sys.executable, "-m", "gyre_sdk.trainer.engines.embedded", "--model", str(demo_policy), "--port", "0"],
         stdout=subprocess.PIPE,
@@ -25,16 +28,44 @@ def test_record_a_call(tmp_path: Path, demo_policy: Path) -> None:
     )
     try:
         assert engine.stdout is not None
-        ready = engine.stdout.readline()
-        url = next(word for word in ready.split() if word.startswith("http"))
-        out = run(
-            "01_record_a_call.py", "--model", str(demo_policy), "--replica", url, "--store", str(tmp_path / "s.db")
-        )
+        yield next(word for word in engine.stdout.readline().split() if word.startswith("http"))
     finally:
         engine.terminate()
         engine.wait(30)
+
+
+def test_record_a_call(tmp_path: Path, demo_policy: Path, replica: str) -> None:
+    store = str(tmp_path / "s.db")
+    out = run("01_record_a_call.py", "--model", str(demo_policy), "--replica", replica, "--store", store)
     assert "the run ended: completed reward 1.0" in out
     assert "main sent [" in out and "by version 0" in out
+
+
+PROGRAM = """
+import openai
+
+client = openai.OpenAI()
+
+def ask(*messages):
+    given = [{"role": role, "content": content} for role, content in messages]
+    answer = client.chat.completions.create(model="any", messages=given, max_tokens=80)
+    return answer.choices[0].message.content
+
+begin = [("system", "You look around."), ("user", "Look around")]
+first = ask(*begin)
+review = ask(("system", "You review."), ("user", "Review what was seen"))
+ask(*begin, ("assistant", first), ("user", "They say: " + review))
+"""
+
+
+def test_black_box_agent(tmp_path: Path, demo_policy: Path, replica: str) -> None:
+    """A program with one key for its own loop and for a helper: two lanes."""
+    store = str(tmp_path / "s.db")
+    shared = ["--model", str(demo_policy), "--replica", replica, "--store", store]
+    out = run("05_black_box_agent.py", *shared, "--", sys.executable, "-c", PROGRAM)
+    assert "the run ended: completed" in out
+    lanes = [line.split()[:3] for line in out.splitlines() if "started by" in line]
+    assert lanes == [["main", "main", "2"], ["subagent", "subagent", "1"]]
 
 
 @pytest.mark.timeout(600)
