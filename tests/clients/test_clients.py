@@ -54,6 +54,17 @@ async def test_a_program_that_does_not_end_is_killed(tmp_path: Path) -> None:
     assert "did not end within 5 s" in ended.output
 
 
+@pytest.mark.parametrize(("ci", "outcome"), [("", pytest.skip.Exception), ("1", pytest.fail.Exception)])
+def test_where_npm_is_missing_tests_skip_and_ci_fails(
+    ci: str, outcome: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("GYRE_CLIENTS", str(tmp_path))
+    monkeypatch.setenv("CI", ci)
+    with pytest.raises(outcome, match="npm is not installed"):
+        claude_code.__wrapped__()
+
+
 def test_recordings_hold_no_keys_and_no_long_texts_of_the_programs() -> None:
     for path in record.GOLDEN.glob("*.jsonl"):
         for line in path.read_text().splitlines():
