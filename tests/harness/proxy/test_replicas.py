@@ -137,6 +137,23 @@ def test_a_silent_replica_that_is_alive_keeps_its_calls(model: Path, tmp_path: P
         assert (len(first.log), len(second.log)) == (1, 0)
 
 
+def test_the_only_replica_may_be_too_busy_to_answer(model: Path, tmp_path: Path) -> None:
+    """Reading a huge prompt can hold an engine up. There is nowhere else to go, so its calls wait with it."""
+    gate = threading.Event()
+    with ScriptedEngine(halting(gate)) as engine, proxy_of(model, tmp_path, engine, flush=0.0) as proxy:
+        with ThreadPoolExecutor(1) as pool:
+            said = pool.submit(proxy.chat, proxy.run(), BODY)
+            until(lambda: engine.log, "the call did not reach the engine")
+            engine.mute.set()
+            checks = engine.checks
+            until(lambda: engine.checks >= checks + 6, "the replica is asked again and again")
+            engine.mute.clear()
+            gate.set()
+            assert said.result(30).json()["choices"][0]["message"]["content"] == "ABCD"
+        assert len(engine.log) == 1
+        assert state(proxy, engine) == "serving"
+
+
 def test_a_paused_replica_gets_nothing_new(model: Path, tmp_path: Path) -> None:
     """It would queue without a word. What it has already waits with it."""
     gate = threading.Event()

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gyre_sdk.harness.proxy.routing import Health, Load, Need, Replica, ReplicaSpec, Routes
+from gyre_sdk.harness.proxy.routing import Health, Load, Need, Replica, ReplicaSpec, ReplicaState, Routes
 from gyre_sdk.harness.proxy.upstream import Probe, Upstream
 
 _PERIOD = 0.2
@@ -22,6 +22,8 @@ _TIMEOUT = 0.25
 """Seconds that a silent replica has to answer a check."""
 _MISSES = 2
 """Checks in a row without an answer after which a replica is gone."""
+_LONE_PATIENCE = 30.0
+"""Seconds that a replica may be silent while no other one serves: moving its attempts would gain nothing."""
 _ABORT_GRACE = 2.0
 """Seconds that an engine has to end attempts that it was asked to abort."""
 
@@ -72,6 +74,8 @@ class Fleet:
         self._running: dict[Running, None] = {}
         self._ended = asyncio.Event()
         self._heard: dict[str, float] = {}
+        self._silent: dict[str, float] = {}
+        """When a replica that does not answer was first asked in vain."""
         self._probes: dict[str, asyncio.Task[None]] = {}
 
     # -- the table ---------------------------------------------------------------------------------------------------
@@ -170,7 +174,7 @@ class Fleet:
 
     async def _probe(self, url: str, patient: bool) -> None:
         health = await self.health(url, 2.0 if patient else _TIMEOUT)
-        if health is None:
+        if health is None or (health is Health.GONE and self._is_waited_for(url)):
             return
         changed = self.routes.mark(url, health)
         if health is Health.GONE:
@@ -179,6 +183,15 @@ class Fleet:
                     running.break_off(f"replica {url} does not answer its health check")
         elif changed:
             self._wake()
+
+    def _is_waited_for(self, url: str) -> bool:
+        """Tell whether a silent replica keeps its attempts: it is the only one, and may be busy with a huge prompt."""
+        since = self._silent.get(url)
+        if since is None or any(
+            replica.url != url and replica.state is ReplicaState.SERVING for replica in self.routes.replicas
+        ):
+            return False
+        return asyncio.get_running_loop().time() - max(since, self._heard.get(url, 0.0)) < _LONE_PATIENCE
 
     async def health(self, url: str, timeout: float) -> Health | None:
         """Ask a replica until it is clear how it is; None when the answers say nothing.
@@ -191,16 +204,20 @@ class Fleet:
             asked = loop.time()
             match await self.upstream.probe(url, timeout):
                 case Probe.LIVE:
+                    self._silent.pop(url, None)
                     return Health.LIVE
                 case Probe.PAUSED:
+                    self._silent.pop(url, None)
                     return Health.PAUSED
                 case Probe.DEAD:
+                    self._silent.pop(url, None)
                     return Health.GONE
                 case Probe.SILENT:
                     if self._heard.get(url, 0.0) >= asked:
                         return None  # tokens came meanwhile
                     if loop.time() - asked > 2 * timeout:
                         return None  # this process was held up: its clock says nothing about the replica
+                    self._silent.setdefault(url, asked)
                     misses += 1
                     if misses >= _MISSES or timeout > _TIMEOUT:
                         return Health.GONE
