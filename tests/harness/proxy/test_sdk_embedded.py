@@ -1,0 +1,105 @@
+"""The SDKs through the proxy to the embedded engine, a real model with random weights: ids as its ledger has them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from engine_process import Engine, make_model, running_engine
+from proxy_kit import Proxy, running
+from sdk_kit import CHAT_TOOLS, GO, MESSAGE_TOOLS
+from tokenizers import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def policy(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights over the vocabulary of the `model` fixture."""
+    folder = tmp_path_factory.mktemp("policy")
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    stop = tokenizer.token_to_id("<|im_end|>")
+    make_model(folder, 3, vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=4096, eos_token_id=stop)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((model / name).read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with running_engine(policy, tmp_path_factory.mktemp("log") / "requests.jsonl") as engine:
+        yield engine
+
+
+@pytest.fixture
+def proxy(policy: Path, engine: Engine, tmp_path: Path) -> Iterator[Proxy]:
+    with running(policy, tmp_path / "s.db", engine.url) as proxy:
+        yield proxy
+
+
+def as_logged(proxy: Proxy, engine: Engine, count: int) -> None:
+    """Hold the calls against the engine's ledger."""
+    lines = [json.loads(line) for line in engine.request_log.read_text().splitlines()]
+    calls = proxy.calls()
+    assert len(calls) == count
+    for call in calls:
+        (line,) = [item for item in lines if call.call in item["request_id"]]
+        assert (call.prompt_ids, call.sampled_ids) == (line["prompt_ids"], line["sampled_ids"])
+        assert call.logprobs == pytest.approx(line["logprobs"], abs=1e-6)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_protocol(proxy: Proxy, engine: Engine, stream: bool) -> None:
+    """What it says is noise, and it comes back from the agent: the second turn continues the first."""
+    access = proxy.run()
+    client = openai.OpenAI(base_url=access["base_url"], api_key=access["api_key"], max_retries=0)
+    body: dict[str, Any] = {"model": "policy", "max_tokens": 12, "tools": CHAT_TOOLS}
+    messages = list(GO)
+    for _ in range(2):
+        if stream:
+            chunks = client.chat.completions.create(messages=messages, stream=True, **body)
+            said = {"role": "assistant", "content": "".join(chunk.choices[0].delta.content or "" for chunk in chunks)}
+        else:
+            whole = client.chat.completions.create(messages=messages, **body)
+            said = whole.choices[0].message.model_dump(exclude_none=True)
+        messages += [said, {"role": "user", "content": "go on"}]
+    other = proxy.lane(access["run"], role="subagent", parent=access["lane"])
+    with anthropic.Anthropic(base_url=proxy.url, api_key=other["api_key"], max_retries=0) as second:
+        more: dict[str, Any] = {"model": "policy", "max_tokens": 12, "messages": GO, "tools": MESSAGE_TOOLS}
+        counted = second.messages.count_tokens(**{key: more[key] for key in ("model", "messages", "tools")})
+        if stream:
+            with second.messages.stream(**more) as parts:
+                usage = parts.get_final_message().usage
+        else:
+            usage = second.messages.create(**more).usage
+    assert usage.input_tokens == counted.input_tokens
+    first = client.responses.create(model="policy", input="You run ls", max_output_tokens=12)
+    client.responses.create(model="policy", input="go", max_output_tokens=12, previous_response_id=first.id)
+    client.completions.create(model="policy", prompt="The answer is", max_tokens=4, stream=False)
+    as_logged(proxy, engine, 6)
+    calls = proxy.calls()
+    for above, below in ((0, 1), (3, 4)):
+        assert (calls[below].parent, calls[below].fork_reason) == (calls[above].call, None)
+
+
+def test_grammars_are_refused_by_name(proxy: Proxy, engine: Engine) -> None:
+    access = proxy.run()
+    client = openai.OpenAI(base_url=access["base_url"], api_key=access["api_key"], max_retries=0)
+    with pytest.raises(openai.BadRequestError, match="vLLM") as refused:
+        client.chat.completions.create(model="policy", messages=GO, tools=CHAT_TOOLS, tool_choice="required")
+    assert refused.value.param == "tool_choice"
+    with pytest.raises(openai.BadRequestError, match="vLLM") as refused:
+        client.chat.completions.create(model="policy", messages=GO, response_format={"type": "json_object"})
+    assert refused.value.param == "response_format"
+    with anthropic.Anthropic(base_url=proxy.url, api_key=access["api_key"], max_retries=0) as other:
+        with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
+            other.messages.create(
+                model="policy", max_tokens=8, messages=GO, tools=MESSAGE_TOOLS, tool_choice={"type": "any"}
+            )
