@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gyre_sdk.errors import TreeError
 from gyre_sdk.harness.proxy.dialects import history as history_module
 from gyre_sdk.harness.proxy.dialects.canonical import Message, ToolCall
-from gyre_sdk.harness.proxy.dialects.history import History, Ids, Origin
+from gyre_sdk.harness.proxy.dialects.history import History, Ids, Match, Origin
 from gyre_sdk.records import ForkReason
 
 TEXT = st.sampled_from(["a", "b", "c"])
@@ -120,6 +120,14 @@ def test_an_edited_answer_forks_from_the_call_that_gave_it() -> None:
     assert origin.parent is not None and origin.parent.call == "c1"
     assert origin.fork is ForkReason.CLIENT_EDIT
     assert origin.shared == 1 + len(tokens(request[:4])) + 1  # the edit's first token opens the model's turn
+
+
+def test_a_prompt_without_messages_has_no_reason_of_its_own() -> None:
+    """A plain completion in a lane that has spoken before."""
+    history = History()
+    history.add("c1", "l", [], [say("user", "a")], say("assistant", "b"), [1, 2], [3], None, 0)
+    origin = history.origin("l", [], [], Match(None, 0, (), 0), np.asarray([1, 9], np.int32))
+    assert (origin.shared, origin.fork) == (1, ForkReason.UNKNOWN)
 
 
 def test_a_dropped_middle_is_compaction() -> None:

@@ -224,6 +224,8 @@ class History:
         key, known = tools_identity(tools), self._last.get(lane, {})
         if match.recorded is not None and not own_words:
             return ForkReason.TEMPLATE
+        if not messages:
+            return ForkReason.UNKNOWN  # a prompt without messages says nothing about them
         if match.found == len(messages):
             return ForkReason.RETRY
         if known and key not in known:
