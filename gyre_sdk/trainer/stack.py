@@ -244,9 +244,7 @@ class Stack:
             return [*arguments, *config.proxy.options]
 
         log = config.output.dir / "logs" / "proxy.log"
-        return ChildSpec(
-            "proxy", command, "gyre-proxy ready on", log, config.proxy.port, on_ready=lambda url: self.publisher.route()
-        )
+        return ChildSpec("proxy", command, "ready", log, config.proxy.port, on_ready=lambda url: self.publisher.route())
 
 
 def _weights_size(folder: Path) -> int:

@@ -127,8 +127,8 @@ class _Announcing:
         self._parent = parent
 
     def write(self, text: str) -> int:
-        if text.startswith("gyre-proxy ready on "):
-            self._parent.send(text.split()[3])
+        if text.startswith("ready http://"):
+            self._parent.send(text.split()[1])
         return len(text)
 
     def flush(self) -> None:

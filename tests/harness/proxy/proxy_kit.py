@@ -107,8 +107,8 @@ class ProxyProcess:
         )
         assert self.process.stdout is not None
         self.line = self.process.stdout.readline()
-        assert self.line.startswith("gyre-proxy ready on http://"), self.line
-        self.proxy = Proxy(self.line.split()[3], "the-service-key", store)
+        assert self.line.startswith("ready http://"), self.line
+        self.proxy = Proxy(self.line.split()[1], "the-service-key", store)
 
     @property
     def port(self) -> int:

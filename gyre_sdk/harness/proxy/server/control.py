@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import math
-import secrets
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -119,10 +118,10 @@ class Control:
         settings = self._services.settings
         if given.limits.cost is not None and settings.prices == Prices() and not settings.hosted:
             raise ProtocolError("limits.cost needs the service's prices; set them in its settings", param="limits.cost")
-        classifier = None
-        if given.classifier:
+        classifier, named = None, given.classifier or settings.classifier
+        if named:
             try:
-                classifier = load_classifier(given.classifier)
+                classifier = load_classifier(named)
             except SettingsError as error:
                 raise ProtocolError(str(error), param="classifier") from error
         now, run, lane, key = time.time(), new_run_id(settings), new_lane_id(), new_key()
@@ -140,7 +139,7 @@ class Control:
                 **given.metadata,
                 "split": given.split,
                 **({"limits": limits} if limits else {}),
-                **({"classifier": given.classifier} if given.classifier else {}),
+                **({"classifier": named} if named else {}),
             },
         )
         main = LaneRecord(lane=lane, run=run, role=MAIN, name=MAIN, parent=None, created_at=now)

@@ -77,6 +77,12 @@ class ProxySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What calls cost their run's budget."""
     grace: float = 10.0
     """Seconds that SIGTERM gives calls in flight."""
+    classifier: str = ""
+    """For runs that name none: preset or import path that tells the lanes of an agent with one key for everything."""
+    shard: int = 0
+    """Number of this worker."""
+    shards: int = 1
+    """Workers of the service; each has the runs of its shard."""
 
     def hosted_model(self, name: str) -> str | None:
         """Return the hosted model that a request naming `name` goes to; None for the policy."""

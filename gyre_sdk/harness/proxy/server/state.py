@@ -21,6 +21,7 @@ from gyre_sdk.harness.proxy.server.budgets import LIMIT_CODE, Limits, Spent, Usa
 from gyre_sdk.harness.proxy.server.hosted import spent_by
 from gyre_sdk.harness.proxy.server.model_call import OPEN, ModelCall
 from gyre_sdk.harness.proxy.server.settings import ProxySettings
+from gyre_sdk.harness.proxy.server.shards import shard_of
 from gyre_sdk.harness.proxy.server.sorting import Sorter
 from gyre_sdk.harness.proxy.server.turns import Turn
 from gyre_sdk.journal import Journal, RecordedExchange
@@ -222,6 +223,9 @@ class Registry:
         """Return an open run, from the store if need be; None when it is unknown or has ended."""
         state = self._runs.get(run)
         if state is None:
+            if shard_of(run, self._settings.shards) != self._settings.shard:
+                problem = f"run {run} belongs to another worker; ask the service's own address"
+                raise ProtocolError(problem, status=421, code="wrong_worker")
             async with self._loading:
                 state = self._runs.get(run)
                 if state is None:
@@ -306,6 +310,14 @@ class Registry:
 def limits_of(record: RunRecord) -> Limits:
     """Return the limits that a run was opened with."""
     return msgspec.convert(record.metadata.get("limits") or {}, Limits)
+
+
+def new_run_id(settings: ProxySettings) -> RunId:
+    """Return the id of a fresh run, of this worker's shard."""
+    while True:
+        run = RunId(f"r-{secrets.token_hex(8)}")
+        if shard_of(run, settings.shards) == settings.shard:
+            return run
 
 
 def new_lane_id() -> LaneId:

@@ -1,0 +1,245 @@
+"""`gyre serve --workers N`: one address, each run with one worker, and a worker's death loses nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from proxy_engine import Finish, ScriptedEngine, Tokens, Wait, say
+from proxy_kit import Proxy, ProxyProcess
+
+from gyre_sdk.harness.proxy.routing import ReplicaSpec
+from gyre_sdk.harness.proxy.server import HistoryPolicy, ProxySettings
+from gyre_sdk.harness.proxy.server.shards import merged, merged_metrics, shard_of
+from gyre_sdk.harness.proxy.server.worker import decode_settings, encode_settings
+from gyre_sdk.records import CallStatus
+
+ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
+WORKERS = 3
+
+
+@pytest.fixture
+def engine() -> Iterator[ScriptedEngine]:
+    with ScriptedEngine(lambda request, number: say(70, 71, 72)) as scripted:
+        yield scripted
+
+
+@pytest.fixture
+def service(model: Path, tmp_path: Path, engine: ScriptedEngine) -> Iterator[ProxyProcess]:
+    with ProxyProcess(model, tmp_path / "s.db", engine.url, workers=str(WORKERS)) as process:
+        yield process
+        if process.process.poll() is None:
+            process.terminate()
+
+
+def worker_pids(service: ProxyProcess) -> list[int]:
+    text = Path(f"/proc/{service.process.pid}/task/{service.process.pid}/children").read_text()
+    return [int(pid) for pid in text.split()]
+
+
+def through_parent(service: ProxyProcess, access: dict[str, Any]) -> dict[str, Any]:
+    """Give a run's access by the service's own address."""
+    return {**access, "base_url": f"{service.proxy.url}/v1"}
+
+
+def at_its_worker(service: ProxyProcess, access: dict[str, Any]) -> Proxy:
+    return Proxy(access["base_url"].removesuffix("/v1"), "the-service-key", service.proxy.store)
+
+
+def test_thirty_runs_are_recorded_once_each_by_their_worker(service: ProxyProcess) -> None:
+    runs = [service.proxy.run() for _ in range(30)]
+    assert {shard_of(access["run"], WORKERS) for access in runs} == set(range(WORKERS))
+    assert len({access["base_url"] for access in runs}) == WORKERS
+    assert service.proxy.url not in {access["base_url"].removesuffix("/v1") for access in runs}
+
+    def work(access: dict[str, Any]) -> None:
+        for by_parent in (False, True, True):
+            client = service.proxy.openai(through_parent(service, access) if by_parent else access)
+            stream = client.chat.completions.create(model="policy", messages=ASK["messages"], stream=by_parent)
+            if by_parent:
+                assert [chunk.choices[0].finish_reason for chunk in stream if chunk.choices][-1] == "stop"
+        ended = service.proxy.control.post(f"/runs/{access['run']}/finish", json={"reward": 1.0})
+        assert ended.status_code == 200 and ended.json()["calls"] == 3, ended.text
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, runs))
+    assert service.terminate() == 0
+    calls = service.proxy.calls()
+    assert len(calls) == 90 and all(call.sampled_ids == [70, 71, 72] for call in calls)
+    assert {call.run for call in calls} == {access["run"] for access in runs}
+    with service.proxy.journal() as journal:
+        assert not [finding for finding in journal.audit() if finding.level == "error"]
+
+
+def test_a_worker_that_is_killed_loses_nothing(model: Path, tmp_path: Path) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+    lengths: list[int] = []
+
+    def play(request: dict[str, Any], number: int) -> Any:
+        """Cut the first attempt of the longer prompt; go on from where a later attempt is."""
+        length = len(request["token_ids"])
+        lengths.append(length)
+        if length == lengths[0]:
+            return say(70, 71, 72)
+        if not reached.is_set():
+            reached.set()
+            return [Tokens([70]), Wait(go_on), Tokens([71, 72]), Finish()]
+        return say(*[70, 71, 72][length - longer() :])
+
+    def longer() -> int:
+        return min(length for length in lengths if length > lengths[0])
+
+    with (
+        ScriptedEngine(play) as engine,
+        ProxyProcess(model, tmp_path / "s.db", engine.url, workers=str(WORKERS)) as service,
+    ):
+        runs = [service.proxy.run() for _ in range(WORKERS)]
+        for access in runs:
+            assert service.proxy.chat(access, ASK).status_code == 200
+        client = service.proxy.openai(through_parent(service, runs[0]), max_retries=8)
+        texts: list[str | None] = []
+
+        def ask() -> None:
+            again = [*ASK["messages"], {"role": "user", "content": "again"}]
+            answer = client.chat.completions.create(model="policy", messages=again, max_tokens=8)
+            texts.append(answer.choices[0].message.content)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        assert reached.wait(30)
+        port = int(runs[0]["base_url"].removesuffix("/v1").rsplit(":", 1)[1])
+        [killed] = [pid for pid in worker_pids(service) if _listens(pid, port)]
+        os.kill(killed, signal.SIGKILL)
+        go_on.set()
+        thread.join(120)
+        assert len(texts) == 1
+        assert {call.run for call in service.proxy.calls()} == {access["run"] for access in runs}
+        for access in runs:
+            assert at_its_worker(service, access).chat(access, ASK).status_code == 200, "same port as before"
+        assert service.terminate() == 0
+        calls = service.proxy.calls()
+        assert len(calls) == 2 * WORKERS + 1
+        assert all(call.sampled_ids == [70, 71, 72] for call in calls)
+        assert all(call.status in (CallStatus.COMPLETE, CallStatus.DELIVERED) for call in calls)
+
+
+def _listens(pid: int, port: int) -> bool:
+    inodes = {
+        line.split()[9]
+        for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+        if line.split()[3] == "0A" and int(line.split()[1].rpartition(":")[2], 16) == port
+    }
+    links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()]
+    return any(f"socket:[{inode}]" in links for inode in inodes)
+
+
+def test_a_restarted_worker_knows_the_replicas_of_now(model: Path, tmp_path: Path, engine: ScriptedEngine) -> None:
+    with ProxyProcess(model, tmp_path / "s.db", workers="2") as service:
+        control = service.proxy.control
+        put = control.put("/replicas", json={"replicas": [{"url": engine.url, "version": 7}]})
+        assert put.status_code == 200 and put.json() == {"version": 7}
+        for pid in worker_pids(service):
+            os.kill(pid, signal.SIGKILL)
+        runs = [_patiently(service.proxy) for _ in range(4)]
+        for access in runs:
+            assert service.proxy.chat(access, ASK).status_code == 200
+        assert {access["version"] for access in runs} == {7}
+
+
+def _patiently(proxy: Proxy) -> dict[str, Any]:
+    while (answer := proxy.control.post("/runs", json={"task": "t"})).status_code == 503:
+        pass
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_control_status_metrics_and_health_are_of_all(service: ProxyProcess, engine: ScriptedEngine) -> None:
+    proxy = service.proxy
+    runs = [proxy.run() for _ in range(6)]
+    for access in runs:
+        assert proxy.chat(access, ASK).status_code == 200
+    status = proxy.control.get("/status").json()
+    assert status["runs_open"] == 6 and [item["url"] for item in status["replicas"]] == [engine.url]
+    page = proxy.http.get("/metrics").text
+    assert 'gyre_calls_total{dialect="chat",status="complete"} 6' in page
+    assert f'gyre_replica_state{{replica="{engine.url}",state="serving"}} 1' in page
+    assert page.count("# TYPE gyre_calls_total counter") == 1 and "gyre_call_seconds_count 6" in page
+    health = proxy.http.get("/healthz")
+    assert health.status_code == 200 and health.json()["workers"] == WORKERS
+    assert len(proxy.control.get("/calls").json()["calls"]) == 6
+    drained = proxy.control.post("/replicas/drain", json={"url": engine.url, "seconds": 0})
+    assert drained.json() == {"finished": 0, "moved": 0}
+    table = proxy.control.get("/replicas").json()["replicas"]
+    assert [item["state"] for item in table] == ["draining"]
+
+
+def test_what_no_key_places_is_refused_in_the_protocols_form(service: ProxyProcess) -> None:
+    answer = service.proxy.chat({"api_key": "gy-unknown"}, ASK)
+    assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+    answer = service.proxy.http.post("/v1/messages", json={**ASK, "model": "m"}, headers={"anthropic-version": "1"})
+    assert answer.status_code == 401 and answer.json()["type"] == "error"
+    wrong = httpx.post(f"{service.proxy.url}/gyre/v1/runs", json={"task": "t"}, headers={"Authorization": "Bearer no"})
+    assert wrong.status_code == 401
+    assert service.proxy.control.get("/runs/r-none").status_code == 404
+
+
+def test_another_workers_run_is_not_touched(service: ProxyProcess) -> None:
+    first, second = service.proxy.run(), service.proxy.run()
+    assert first["base_url"] != second["base_url"]
+    answer = at_its_worker(service, first).chat(second, ASK)
+    assert answer.status_code == 421 and answer.json()["error"]["code"] == "wrong_worker"
+
+
+def test_workers_end_with_a_service_that_is_killed(service: ProxyProcess) -> None:
+    pids = worker_pids(service)
+    assert len(pids) == WORKERS
+    handles = [os.pidfd_open(pid) for pid in pids]
+    service.kill()
+    import select
+
+    waiting = set(handles)
+    while waiting:
+        ended, _, _ = select.select(list(waiting), [], [], 60)
+        assert ended, "a worker outlived its service"
+        waiting -= set(ended)
+    for handle in handles:
+        os.close(handle)
+
+
+@given(st.text(), st.integers(1, 9))
+def test_a_run_has_one_worker(run: str, workers: int) -> None:
+    assert 0 <= shard_of(run, workers) < workers and shard_of(run, 1) == 0
+
+
+def test_settings_cross_the_pipe_whole(tmp_path: Path) -> None:
+    settings = ProxySettings(
+        store=tmp_path / "s.db", model=tmp_path, hosted=("a/b",), history=HistoryPolicy.AS_TEMPLATE,
+        replicas=(ReplicaSpec("http://a", 3),), renderer_options={"enable_thinking": False}, service_key="k", shard=1, shards=2,
+    )  # fmt: skip
+    assert decode_settings(encode_settings(settings)) == settings
+    assert decode_settings(encode_settings(ProxySettings(store=tmp_path))).model is None
+
+
+def test_answers_add_up() -> None:
+    one = {"version": 3, "runs_open": 2, "replicas": [{"url": "a", "state": "serving", "calls": 1, "tokens": 10}]}
+    two = {"version": 3, "runs_open": 5, "replicas": [{"url": "a", "state": "serving", "calls": 2, "tokens": 7}]}
+    assert merged([one, two]) == {
+        "version": 3,
+        "runs_open": 7,
+        "replicas": [{"url": "a", "state": "serving", "calls": 3, "tokens": 17}],
+    }
+    head = "# HELP x_seconds t\n# TYPE x_seconds histogram\n"
+    pages = [
+        f'{head}x_seconds_bucket{{le="1"}} 1\nx_seconds_sum 0.5\nx_seconds_count 1\n',
+        head + "x_seconds_sum 0.25\n",
+    ]
+    assert merged_metrics(pages) == head + 'x_seconds_bucket{le="1"} 1\nx_seconds_sum 0.75\nx_seconds_count 1\n'
