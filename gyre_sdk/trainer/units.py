@@ -180,6 +180,6 @@ def digest(rows: Iterable[Row]) -> str:
 
 
 def _sampled(call: CallRecord, dropped: Counter[str]) -> SampledCall:
-    exact = reproducible(call.sampling)
+    exact = not call.prompt_ids or reproducible(call.sampling)  # without ids a hosted model answered: the tree's count
     dropped[NOT_REPRODUCIBLE] += not exact
     return SampledCall.from_record(call, excluded=not exact)

@@ -265,6 +265,8 @@ def test_what_cannot_be_trained_is_counted() -> None:
         call("a", "failed", [1, 43], [5], status=CallStatus.FAILED),
         call("a", "undelivered", [1, 44], [5], status=CallStatus.COMPLETE),
         call("a", "greedy", [1, 45], [5], sampling=Sampling(temperature=0.0)),
+        call("a", "hosted", [], []),
+        call("a", "hosted-greedy", [], [], sampling=Sampling(temperature=0.0)),
     ]
     sealed = seal(runs, calls)
     assert sealed.dropped == {
@@ -273,6 +275,7 @@ def test_what_cannot_be_trained_is_counted() -> None:
         "call_failed": 1,
         "call_orphan": 1,
         "call_sampling": 1,
+        "call_hosted": 2,
     }
     assert sum(unit.tokens for unit in sealed.units) == 10
 

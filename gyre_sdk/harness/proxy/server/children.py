@@ -154,7 +154,7 @@ class Child:
 
 async def _ended(process: asyncio.subprocess.Process) -> int:
     """Wait for the end of a process; `Process.wait` would wait for those too that it left behind with its pipes."""
-    while process.returncode is None:
+    while process.returncode is None:  # noqa: ASYNC110 (asyncio has no event for it)
         await asyncio.sleep(_POLL)
     return process.returncode
 
