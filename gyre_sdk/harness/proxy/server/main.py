@@ -20,6 +20,7 @@ from gyre_sdk.harness.proxy.server.app import ProxyServer
 from gyre_sdk.harness.proxy.server.budgets import Prices
 from gyre_sdk.harness.proxy.server.children import Child, supervise
 from gyre_sdk.harness.proxy.server.metrics import loopback
+from gyre_sdk.harness.proxy.server.process import serve_process
 from gyre_sdk.harness.proxy.server.settings import HistoryPolicy, ProxySettings, new_key
 from gyre_sdk.harness.proxy.server.specs import Models, read_specs
 from gyre_sdk.harness.proxy.server.workers import Workers
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         models = read_specs(options.model, options.replica, options.tokenizer)
-        asyncio.run(_run(_settings(options, models), models, options.workers))
+        serve_process(_run(_settings(options, models), models, options.workers))
     except GyreError as error:
         _say(str(error))
         return 1

@@ -13,6 +13,7 @@ import msgspec
 
 from gyre_sdk.errors import GyreError
 from gyre_sdk.harness.proxy.server.app import ProxyServer
+from gyre_sdk.harness.proxy.server.process import serve_process
 from gyre_sdk.harness.proxy.server.settings import ProxySettings
 
 READY = "worker ready "
@@ -32,7 +33,7 @@ def main() -> int:
     """Serve until SIGTERM, or until the process that started this one is gone."""
     try:
         server = ProxyServer(decode_settings(sys.stdin.buffer.readline()))
-        asyncio.run(_serve(server))
+        serve_process(_serve(server))
     except GyreError as error:
         sys.stderr.write(f"gyre serve: {error}\n")
         return 1
