@@ -63,6 +63,8 @@ class AgentConfig(msgspec.Struct, frozen=True):
     function: str
     """`module:function`; called as `function(agent, **options)` inside a session; the task is `agent.task`."""
     options: dict[str, Any] = {}
+    classifier: str = ""
+    """Tells the lanes of an agent with one key for everything: a preset or `module:attribute`; empty: one lane per key."""
 
     def __post_init__(self) -> None:
         _check_reference(self.function, "function")

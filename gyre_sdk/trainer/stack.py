@@ -138,6 +138,7 @@ class Stack:
             member=member,
             split=split,
             limits=Limits(tokens=rollout.tokens, turns=rollout.turns, seconds=rollout.timeout_s),
+            classifier=self.config.agent.classifier,
             observer=self.observer,
         ) as agent:
             self.agent(agent, **{**self.config.agent.options, **(options or {})})
