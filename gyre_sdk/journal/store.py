@@ -288,8 +288,8 @@ class Journal(Reader):
         return self._submit_bodies(write, fresh)
 
     def call_delivered(self, call: CallId) -> Future[None]:
-        """Record that the end of a call's answer reached the agent's connection."""
-        return self._submit(lambda db: _set_status(db, call, CallStatus.DELIVERED))
+        """Record that the end of a call's answer reached the agent's connection. Nobody waits for it."""
+        return self._submit(lambda db: _set_status(db, call, CallStatus.DELIVERED), idle=True)
 
     # -- streams of other components -----------------------------------------------------------------------------
 
@@ -305,10 +305,10 @@ class Journal(Reader):
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _submit(self, operation: Any) -> Future[Any]:
+    def _submit(self, operation: Any, *, idle: bool = False) -> Future[Any]:
         if self._writer is None:
             raise JournalError(f"store {self.path} is open for reading only")
-        return self._writer.submit(operation)
+        return self._writer.submit(operation, idle=idle)
 
     def _submit_bodies(self, operation: Any, fresh: Fresh) -> Future[Any]:
         """Submit a write that brings bodies; they are known once it is durable."""

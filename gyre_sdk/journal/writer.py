@@ -24,6 +24,8 @@ from gyre_sdk.errors import GyreError, JournalError
 
 T = TypeVar("T")
 _MAX_BATCH = 512
+_IDLE_SECONDS = 0.02
+"""How long a write that nobody waits for may wait for others to share a commit with."""
 _PATIENCE_MS = 30_000
 """How long another process may hold the store."""
 _Item = tuple[Callable[[sqlite3.Connection], Any], Future[Any]]
@@ -62,11 +64,17 @@ class Writer:
         self._home = 0
         self._pending: list[_Item] = []
         self._busy = False
+        self._timer: asyncio.TimerHandle | None = None
         self._thread = threading.Thread(target=self._run, name=f"journal {name}", daemon=True)
         self._thread.start()
 
-    def submit(self, operation: Callable[[sqlite3.Connection], T]) -> Future[T]:
-        """Queue an operation; its future resolves once it is durable."""
+    def submit(self, operation: Callable[[sqlite3.Connection], T], *, idle: bool = False) -> Future[T]:
+        """Queue an operation; its future resolves once it is durable.
+
+        Args:
+            operation: what to do.
+            idle: nobody waits for it: in a loop it joins the next commit, or has its own after a moment.
+        """
         if self._closed:
             raise JournalError("the store is closed")
         future: Future[T] = Future()
@@ -74,7 +82,7 @@ class Writer:
         if loop is None:
             self._queue.put((operation, future))
         elif threading.get_ident() == self._home:
-            self._enqueue((operation, future))
+            self._enqueue((operation, future), idle)
         else:
             loop.call_soon_threadsafe(self._enqueue, (operation, future))
         return future
@@ -101,12 +109,23 @@ class Writer:
 
     # -- in the loop's thread ----------------------------------------------------------------------------------------
 
-    def _enqueue(self, item: _Item) -> None:
+    def _enqueue(self, item: _Item, idle: bool = False) -> None:
         if self._loop is None:
             self._queue.put(item)
             return
         self._pending.append(item)
-        if not self._busy:
+        if idle:
+            if not self._busy and self._timer is None:
+                self._timer = self._loop.call_later(_IDLE_SECONDS, self._start)
+        else:
+            self._start()
+
+    def _start(self) -> None:
+        """Have the loop run what is pending, unless a commit is under way: its end does."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._busy and self._pending and self._loop is not None:
             self._busy = True
             self._loop.call_soon(self._pump)
 
