@@ -75,6 +75,11 @@ class Intake:
         except ProtocolError as error:
             turn.problem = error
             turns.remove(turn)
+        except BaseException:
+            turn.problem = ProtocolError("internal error", status=500, code="internal_error", retryable=True)
+            turns.remove(turn)
+            turn.ready.set()  # whoever repeats the request meanwhile must not wait for ever
+            raise
         else:
             run.named[turn.name] = turn
             for call in turn.calls:
