@@ -10,7 +10,8 @@ Tree::
     ├── TaskError            a task folder or task object is wrong
     ├── WorkspaceError       the workspace could not do what was asked
     │   ├── ImageMissing     its image is not present and cannot be built
-    │   └── WorkspaceGone    it was there and is not any more (dead container, dead engine)
+    │   └── WorkspaceUnavailable  it was there and is not any more (dead container, dead engine)
+    ├── CommandFailed        a command run with `check=True` gave another exit code than 0
     ├── ScoringError         the scorer crashed, timed out or gave no number (never a reward)
     ├── ProtocolError        a request from an agent is wrong; carries the HTTP status and code
     ├── RenderError          messages cannot be turned into tokens, or tokens into messages
@@ -25,6 +26,11 @@ Tree::
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gyre_sdk.records import ExecResult
 
 
 class GyreError(Exception):
@@ -47,8 +53,27 @@ class ImageMissing(WorkspaceError):
     """The image of a workspace is not present on the engine and no Dockerfile is given."""
 
 
-class WorkspaceGone(WorkspaceError):
-    """The workspace died: every later command would fail too."""
+class WorkspaceUnavailable(WorkspaceError):
+    """The workspace died: every later command would fail too. The message is its post-mortem."""
+
+
+class CommandFailed(GyreError):
+    """A command that was run with `check=True` failed. The workspace itself is well.
+
+    Attributes:
+        cmd: what was run.
+        result: its exit code and output.
+    """
+
+    def __init__(self, cmd: str, result: ExecResult) -> None:
+        self.cmd = cmd
+        self.result = result
+        what = "ran into its time limit" if result.timed_out else f"ended with exit code {result.exit_code}"
+        said = (result.stderr.strip() or result.stdout.strip())[-500:]
+        super().__init__(f"{cmd[:200]!r} {what}" + (f": {said}" if said else ""))
+
+    def __reduce__(self) -> tuple[type[CommandFailed], tuple[str, ExecResult]]:
+        return CommandFailed, (self.cmd, self.result)
 
 
 class ScoringError(GyreError):

@@ -190,8 +190,8 @@ class ExecResult(msgspec.Struct, frozen=True):
     timed_out: bool = False
     truncated: bool = False
     """True when output beyond the limit was dropped."""
-    seconds: float = 0.0
-    """Wall time."""
+    duration_s: float = 0.0
+    """Wall time, seconds."""
 
 
 class Score(msgspec.Struct, frozen=True):

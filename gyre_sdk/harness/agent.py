@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from gyre_sdk.errors import LimitExceeded, ServiceError, SettingsError
+from gyre_sdk.errors import CommandFailed, LimitExceeded, ServiceError, SettingsError
 from gyre_sdk.events import LaneOpened, ToolRan
 from gyre_sdk.harness.hooks import Hooks, LaneInfo
 from gyre_sdk.harness.ports import Clock, Observer, Workspace
@@ -246,21 +246,24 @@ class _Tools:
 
     def exec(
         self,
-        command: str,
+        cmd: str,
         *,
         timeout: float | None = None,
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         user: str | None = None,
-        stdin: bytes | None = None,
+        input: bytes | str | None = None,
+        check: bool = False,
     ) -> ExecResult:
         context = self._context
         left = context.remaining()
         limit = timeout if left is None else min(left, timeout if timeout is not None else left)
-        result = context.workspace.exec(command, timeout=limit, cwd=cwd, env=env, user=user, stdin=stdin)
-        context.observer(ToolRan(context.clock.time(), context.run, command, result.exit_code, result.seconds))
-        context.hooks.tool_ran(self._info, command, result)
+        result = context.workspace.exec(cmd, timeout=limit, cwd=cwd, env=env, user=user, input=input)
+        context.observer(ToolRan(context.clock.time(), context.run, cmd, result.exit_code, result.duration_s))
+        context.hooks.tool_ran(self._info, cmd, result)
         context.remaining()
+        if check and result.exit_code != 0:
+            raise CommandFailed(cmd, result)
         return result
 
     def read(self, path: str) -> bytes:

@@ -25,8 +25,8 @@ class Clock(Protocol):
 class Workspace(Protocol):
     """Where an agent's tools run. All paths are inside the workspace; all methods block.
 
-    Raises (any method): `WorkspaceGone` once the workspace is dead, `WorkspaceError` for other failures of the
-    workspace itself. A command that fails is a result, not an exception.
+    Raises (any method): `WorkspaceUnavailable` once the workspace is dead, `WorkspaceError` for other failures of the
+    workspace itself. A command that fails is a result, not an exception, unless the caller asks with `check`.
     """
 
     @property
@@ -36,15 +36,26 @@ class Workspace(Protocol):
 
     def exec(
         self,
-        command: str,
+        cmd: str,
         *,
         timeout: float | None = None,
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         user: str | None = None,
-        stdin: bytes | None = None,
+        input: bytes | str | None = None,
+        check: bool = False,
     ) -> ExecResult:
-        """Run a shell command to its end; at `timeout` seconds kill its whole process tree."""
+        """Run a shell command to its end; at `timeout` seconds kill its whole process tree.
+
+        Args:
+            cmd: shell code, run by bash where the workspace has it, else by sh.
+            timeout: seconds; None waits for ever.
+            cwd: folder, relative to the working directory of the task.
+            env: variables besides those of the task.
+            user: name or `uid[:gid]`; None is the task's user.
+            input: standard input; text is sent as UTF-8. None is an empty one.
+            check: raise `CommandFailed` for an exit code other than 0.
+        """
         ...
 
     def read(self, path: str) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from gyre_sdk.errors import ScoringError, WorkspaceGone
+from gyre_sdk.errors import ScoringError, WorkspaceUnavailable
 from gyre_sdk.harness.ports import Workspace
 from gyre_sdk.harness.task import Task
 from gyre_sdk.records import ExecResult, Score
@@ -47,7 +47,7 @@ def score(task: Task, workspace: Workspace) -> Score:
 
     Raises:
         ScoringError: the evaluation failed or gave no number: there is no reward.
-        WorkspaceGone: the workspace is dead.
+        WorkspaceUnavailable: the workspace is dead.
     """
     workspace.kill_all()
     if task.scorer is not None:
@@ -77,7 +77,7 @@ def score_with_retries(task: Task, workspace: Workspace, *, retries: int = 2) ->
 
     Raises:
         ScoringError: the last failure, with how often it was tried.
-        WorkspaceGone: the workspace is dead: nothing is left to evaluate.
+        WorkspaceUnavailable: the workspace is dead: nothing is left to evaluate.
     """
     for attempt in range(retries + 1):
         try:
@@ -153,7 +153,7 @@ def _call_scorer(task: Task, workspace: Workspace) -> Score:
     assert task.scorer is not None
     try:
         value = task.scorer(workspace)
-    except (ScoringError, WorkspaceGone):
+    except (ScoringError, WorkspaceUnavailable):
         raise
     except Exception as error:  # boundary: the user's scorer may raise anything; that is no reward
         raise ScoringError(f"task {task.name!r}: its scorer failed: {type(error).__name__}: {error}") from error

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gyre_sdk.errors import ImageMissing, ScoringError, WorkspaceGone
+from gyre_sdk.errors import ImageMissing, ScoringError, WorkspaceUnavailable
 from gyre_sdk.harness.scoring import parse_reward, score, score_with_retries
 from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace import DockerWorkspace, Isolation, LocalWorkspace, WorkspacePool, open_workspace
@@ -179,7 +179,7 @@ def test_a_lost_workspace_is_not_a_score(docker_client, base_image):
     workspace = DockerWorkspace(task, docker_client)
     docker_client.api.remove_container(workspace.container.id, force=True)
     began = time.monotonic()
-    with pytest.raises(WorkspaceGone):
+    with pytest.raises(WorkspaceUnavailable):
         score_with_retries(task, workspace)
     assert time.monotonic() - began < 60
     workspace.close()

@@ -17,7 +17,7 @@ import pytest
 from proxy_engine import Finish, ScriptedEngine, Tokens, Wait
 
 import gyre_sdk as gyre
-from gyre_sdk.errors import ImageMissing, ServiceError, SettingsError, WorkspaceGone
+from gyre_sdk.errors import ImageMissing, ServiceError, SettingsError, WorkspaceUnavailable
 from gyre_sdk.events import Event, LaneOpened, RunEnded, RunStarted, ToolRan
 from gyre_sdk.harness.agent import Lane
 from gyre_sdk.harness.limits import classify
@@ -124,7 +124,7 @@ def test_lanes_of_subagents_and_summaries(service: gyre.ServiceClient, tmp_path:
         (KeyboardInterrupt(), RunStatus.CANCELLED, None, True),
         (SystemExit(3), RunStatus.CANCELLED, None, True),
         (gyre.session, RunStatus.COMPLETED, 0.0, False),
-        (WorkspaceGone("container died"), RunStatus.WORKSPACE_ERROR, None, True),
+        (WorkspaceUnavailable("container died"), RunStatus.WORKSPACE_ERROR, None, True),
     ],
 )
 def test_every_way_out_has_one_terminal_state(

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from gyre_sdk.errors import WorkspaceError, WorkspaceGone
+from gyre_sdk.errors import WorkspaceError, WorkspaceUnavailable
 from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace.choice import choose
 from gyre_sdk.harness.workspace.container import RECYCLED_FOLDERS
@@ -179,7 +179,7 @@ class WorkspacePool:
             self._slots.release()
 
     def close(self) -> None:
-        """Remove every workspace, those in use too: what they run ends with `WorkspaceGone`. Idempotent."""
+        """Remove every workspace, those in use too: what they run ends with `WorkspaceUnavailable`. Idempotent."""
         with self._changed:
             self._closed = True
             closing: list[DockerWorkspace | LocalWorkspace] = [one for some in self._idle.values() for one in some]
@@ -207,10 +207,10 @@ class PooledWorkspace:
 
     @property
     def inner(self) -> DockerWorkspace | LocalWorkspace:
-        """The workspace behind; raises `WorkspaceGone` once it was given back."""
+        """The workspace behind; raises `WorkspaceUnavailable` once it was given back."""
         inner = self._inner
         if inner is None:
-            raise WorkspaceGone(f"workspace {self.id} was given back to its pool; take another one")
+            raise WorkspaceUnavailable(f"workspace {self.id} was given back to its pool; take another one")
         return inner
 
     @property
@@ -224,16 +224,17 @@ class PooledWorkspace:
 
     def exec(
         self,
-        command: str,
+        cmd: str,
         *,
         timeout: float | None = None,
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         user: str | None = None,
-        stdin: bytes | None = None,
+        input: bytes | str | None = None,
+        check: bool = False,
     ) -> ExecResult:
         """See `ports.Workspace`."""
-        return self.inner.exec(command, timeout=timeout, cwd=cwd, env=env, user=user, stdin=stdin)
+        return self.inner.exec(cmd, timeout=timeout, cwd=cwd, env=env, user=user, input=input, check=check)
 
     def read(self, path: str) -> bytes:
         """See `ports.Workspace`."""

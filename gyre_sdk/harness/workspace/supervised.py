@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from gyre_sdk.errors import WorkspaceError, WorkspaceGone
+from gyre_sdk.errors import CommandFailed, WorkspaceError, WorkspaceUnavailable
 from gyre_sdk.harness.workspace.archive import anonymous, tar_of, unpack
 from gyre_sdk.harness.workspace.output import clip
 from gyre_sdk.harness.workspace.supervisor import Running, Supervisor, SupervisorLost, SupervisorUnfit
@@ -64,30 +64,31 @@ class SupervisedWorkspace:
 
     def exec(
         self,
-        command: str,
+        cmd: str,
         *,
         timeout: float | None = None,
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         user: str | None = None,
-        stdin: bytes | None = None,
+        input: bytes | str | None = None,
+        check: bool = False,
     ) -> ExecResult:
         """See `ports.Workspace`."""
         began = time.monotonic()
         supervisor = self._supervisor(user or self.user)
         id = f"x{next(_counter)}"
-        command += "\n"  # shells differ in what a backslash at the very end of a file means
+        command = cmd + "\n"  # shells differ in what a backslash at the very end of a file means
         script = command.encode(errors="surrogateescape")
         place = f"{supervisor.folder}/{id}"
         files = {}
-        if stdin is not None:
-            files[f"{id}.in"] = stdin
+        if input is not None:
+            files[f"{id}.in"] = input.encode() if isinstance(input, str) else input
         if len(script) > _INLINE or b"\0" in script:
             files[f"{id}.s"] = script
         code = self._prelude(id, cwd, env)
         if f"{id}.s" not in files:
             code += f"printf %s {shlex.quote(command)} >{place}.s || {{ say fail {id} room; exit; }}\n"
-        code += f"id={id}\n" + (f"in={place}.in\n" if stdin is not None else "")
+        code += f"id={id}\n" + (f"in={place}.in\n" if input is not None else "")
         code += f"launch {supervisor.shell} {place}.s"
         try:
             if files:
@@ -99,7 +100,10 @@ class SupervisedWorkspace:
                 f"workspace {self.id} lost its supervisor before the command started ({lost}); it was restarted:"
                 " run the command again"
             ) from lost
-        return self._follow(supervisor, running, user or self.user, cwd, timeout, began)
+        result = self._follow(supervisor, running, user or self.user, cwd, timeout, began)
+        if check and result.exit_code != 0:
+            raise CommandFailed(cmd, result)
+        return result
 
     def _prelude(self, id: str, cwd: str | None, env: Mapping[str, str] | None) -> str:
         folder = posixpath.join(self.workdir, cwd) if cwd else self.workdir
@@ -164,7 +168,7 @@ class SupervisedWorkspace:
             stderr=err,
             timed_out=timed_out,
             truncated=cut_out or cut_err,
-            seconds=time.monotonic() - began,
+            duration_s=time.monotonic() - began,
         )
 
     def _nothing(self, supervisor: Supervisor, running: Running) -> list[tuple[bytes, int | None]]:
@@ -184,7 +188,7 @@ class SupervisedWorkspace:
         """See `ports.Workspace`. A supervisor that commands could have tampered with is replaced too.
 
         Raises:
-            WorkspaceGone: a process survived; the workspace cannot be trusted any more and was removed.
+            WorkspaceUnavailable: a process survived; the workspace cannot be trusted any more and was removed.
         """
         with self._lock:
             self._alive()
@@ -227,9 +231,9 @@ class SupervisedWorkspace:
 
     def _alive(self) -> None:
         if self._closed:
-            raise WorkspaceGone(f"workspace {self.id} is closed; open another one")
+            raise WorkspaceUnavailable(f"workspace {self.id} is closed; open another one")
         if self._gone is not None:
-            raise WorkspaceGone(self._gone)
+            raise WorkspaceUnavailable(self._gone)
 
     def _supervisor(self, user: str) -> Supervisor:
         with self._lock:
@@ -263,7 +267,7 @@ class SupervisedWorkspace:
         return supervisor
 
     def _restart(self, user: str, lost: Supervisor, detail: str) -> Supervisor:
-        """Replace a supervisor that ended. Raises `WorkspaceGone` when the workspace ended with it."""
+        """Replace a supervisor that ended. Raises `WorkspaceUnavailable` when the workspace ended with it."""
         with self._lock:
             self._alive()
             current = self._supervisors.get(user)
@@ -278,12 +282,12 @@ class SupervisedWorkspace:
         why = self._post_mortem(detail)
         if why is not None:
             self._gone = f"workspace {self.id} is gone: {why}"
-            raise WorkspaceGone(self._gone)
+            raise WorkspaceUnavailable(self._gone)
 
     def _abandon(self, why: str) -> NoReturn:
         self._gone = f"workspace {self.id} is gone: {why}, so it was removed"
         self._remove()
-        raise WorkspaceGone(self._gone)
+        raise WorkspaceUnavailable(self._gone)
 
     def _remove(self) -> None:
         """Remove what the place holds. Idempotent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gyre_sdk.errors import WorkspaceError, WorkspaceGone
+from gyre_sdk.errors import CommandFailed, WorkspaceError, WorkspaceUnavailable
 from gyre_sdk.harness.workspace.output import clip
 
 pytestmark = pytest.mark.docker
@@ -174,7 +175,7 @@ def test_clipped_output_is_bounded_and_says_so(kept, lost, limit):
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), max_size=200))
 def test_any_text_survives_a_round_trip(docker_workspace, content):
-    ran = docker_workspace.exec('printf %s "$A"; cat', env={"A": content}, stdin=content.encode())
+    ran = docker_workspace.exec('printf %s "$A"; cat', env={"A": content}, input=content.encode())
     assert ran.stdout == content * 2
 
 
@@ -199,7 +200,7 @@ def test_long_scripts_arguments_and_input(workspace):
     argument = workspace.exec(f"x='{'a' * 200000}'; /bin/ls \"$x\"", timeout=60)
     assert argument.exit_code != 0
     assert "too long" in argument.stderr
-    assert workspace.exec("wc -c", stdin=b"z" * 5_000_000, timeout=60).stdout.strip() == "5000000"
+    assert workspace.exec("wc -c", input=b"z" * 5_000_000, timeout=60).stdout.strip() == "5000000"
 
 
 def test_commands_run_at_the_same_time(workspace):
@@ -254,5 +255,18 @@ def test_a_closed_workspace_says_so(docker_client, base_image):
     workspace = DockerWorkspace(Task(instruction="x"), docker_client)
     workspace.close()
     workspace.close()
-    with pytest.raises(WorkspaceGone, match="closed"):
+    with pytest.raises(WorkspaceUnavailable, match="closed"):
         workspace.exec("true")
+
+
+def test_check_raises_with_the_result(workspace):
+    assert workspace.exec("true", check=True).exit_code == 0
+    with pytest.raises(CommandFailed, match="exit code 3: why") as failed:
+        workspace.exec("echo out; echo why >&2; exit 3", check=True)
+    assert (failed.value.result.exit_code, failed.value.result.stdout) == (3, "out\n")
+    assert not isinstance(failed.value, WorkspaceError)
+    assert str(pickle.loads(pickle.dumps(failed.value))) == str(failed.value)
+
+
+def test_input_as_text_is_utf8(workspace):
+    assert workspace.exec("cat", input="für 🙂").stdout == "für 🙂"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gyre_sdk.errors import WorkspaceError, WorkspaceGone
+from gyre_sdk.errors import WorkspaceError, WorkspaceUnavailable
 from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace import DockerWorkspace
 
@@ -61,28 +61,28 @@ def test_a_bomb_that_never_ends_is_ended(open_docker):
 def test_root_killing_everything_loses_the_workspace_and_says_why(open_docker):
     """As root the container's own first process dies: lost, told once as an error, never as tool output."""
     workspace = open_docker(task={"user": "root"})
-    with pytest.raises(WorkspaceGone, match="container stopped with exit code"):
+    with pytest.raises(WorkspaceUnavailable, match="container stopped with exit code"):
         workspace.exec("kill -9 -1", timeout=20)
     for _ in range(2):
-        with pytest.raises(WorkspaceGone):
+        with pytest.raises(WorkspaceUnavailable):
             workspace.exec("echo alive", timeout=20)
-    with pytest.raises(WorkspaceGone):
+    with pytest.raises(WorkspaceUnavailable):
         workspace.read("/etc/passwd")
     workspace.close()
 
 
 def test_a_lifetime_that_is_over_is_told_apart(open_docker):
     workspace = open_docker(ttl_s=4)
-    with pytest.raises(WorkspaceGone, match="lifetime of 4 s is over"):
+    with pytest.raises(WorkspaceUnavailable, match="lifetime of 4 s is over"):
         workspace.exec("sleep 30", timeout=60)
-    with pytest.raises(WorkspaceGone, match="lifetime"):
+    with pytest.raises(WorkspaceUnavailable, match="lifetime"):
         workspace.exec("echo alive")
 
 
 def test_removed_from_outside(open_docker, docker_client):
     workspace = open_docker()
     docker_client.api.remove_container(workspace.container.id, force=True)
-    with pytest.raises(WorkspaceGone):
+    with pytest.raises(WorkspaceUnavailable):
         workspace.exec("echo alive")
 
 

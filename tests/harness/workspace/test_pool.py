@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gyre_sdk.errors import WorkspaceGone
+from gyre_sdk.errors import WorkspaceUnavailable
 from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace import WorkspacePool, open_workspace
 
@@ -52,7 +52,7 @@ def test_a_hold_ends_when_given_back(pool):
     workspace = pool.take(TASK)
     workspace.close()
     workspace.close()
-    with pytest.raises(WorkspaceGone, match="given back"):
+    with pytest.raises(WorkspaceUnavailable, match="given back"):
         workspace.exec("true")
 
 
@@ -83,7 +83,7 @@ def test_hostile_runs_leave_nothing(pool, attack):
     workspace = pool.take(TASK)
     try:
         workspace.exec(attack, timeout=5)
-    except WorkspaceGone:
+    except WorkspaceUnavailable:
         pass
     following = again(pool, workspace)
     ran = following.exec(
