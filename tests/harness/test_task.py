@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gyre_sdk.errors import TaskError
-from gyre_sdk.harness.task import Task
+from gyre_sdk.harness.task import Artifact, Healthcheck, Step, Task
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "harbor-tasks"
 LOADS = {
@@ -152,10 +152,87 @@ def test_missing_folder_and_file(tmp_path):
         ({"memory_mb": 0}, "memory_mb"),
         ({"cpus": float("nan")}, "cpus"),
         ({"agent_timeout_s": -1}, "agent_timeout_s"),
-        ({"network": "full"}, "network"),
+        ({"network": "wide open"}, "network.*'proxy-only'"),
+        ({"network": "allowlist"}, "allowed_hosts.*name the hosts"),
+        ({"allowed_hosts": ("a.org",)}, "allowed_hosts.*allowlist"),
+        ({"network": "allowlist", "allowed_hosts": ("https://a.org",)}, "https://a.org.*no URL"),
+        ({"verifier_network": "allowlist"}, "verifier_allowed_hosts"),
+        ({"verifier_mode": "apart"}, "verifier_mode.*'shared'"),
+        ({"verifier_image": "a", "verifier_dockerfile": Path("b")}, "not both"),
+        ({"verifier_image": "a", "verifier_mode": "shared"}, "separate"),
+        ({"profile": "privileged"}, "profile.*'root'"),
+        ({"runtime": "kata"}, "runtime.*'runsc'"),
+        ({"artifacts": ("/app",)}, r"artifacts.*Artifact\(path\)"),
+        ({"protected": ("",)}, "protected"),
+        ({"steps": (Step(name="a", instruction="x"), Step(name="a", instruction="y"))}, "own name"),
         ({"name": "a\nb"}, "name"),
     ],
 )
 def test_wrong_tasks_built_in_code(values, word):
     with pytest.raises(TaskError, match=word):
         Task(**{"instruction": "x", **values})
+
+
+@pytest.mark.parametrize(
+    ("build", "word"),
+    [
+        (lambda: Healthcheck(command=" "), "command"),
+        (lambda: Healthcheck(command="true", interval_s=0), "interval_s"),
+        (lambda: Healthcheck(command="true", start_period_s=-1), "start_period_s"),
+        (lambda: Healthcheck(command="true", retries=0), "retries"),
+        (lambda: Artifact("../x"), r"without '\.\.'"),
+        (lambda: Artifact("x", "/abs"), "destination"),
+        (lambda: Step(name="a/b", instruction="x"), "name"),
+        (lambda: Step(name="a", instruction=""), "instruction"),
+        (lambda: Step(name="a", instruction="x", agent_timeout_s=0), "agent_timeout_s"),
+        (lambda: Step(name="a", instruction="x", min_reward=float("nan")), "min_reward"),
+    ],
+)
+def test_wrong_parts_of_tasks(build, word):
+    with pytest.raises(TaskError, match=word):
+        build()
+
+
+def test_hosts_of_an_allow_list_are_normalized():
+    hosts = ("PyPI.org.", "*.Example.com", "192.0.2.1", "192.0.2.0/24", "2001:DB8::1")
+    task = Task(instruction="x", network="allowlist", allowed_hosts=hosts)
+    assert task.allowed_hosts == ("pypi.org", "*.example.com", "192.0.2.1", "192.0.2.0/24", "2001:db8::1")
+
+
+@pytest.mark.parametrize(
+    "host", ["", "http://a", "a:80", "a/b", "*", "a.*", "*.1.2.3.4", "192.0.2.1/24", "a b", "-a.org"]
+)
+def test_hosts_that_are_none(host):
+    with pytest.raises(TaskError, match="allowed host"):
+        Task(instruction="x", network="allowlist", allowed_hosts=(host,))
+
+
+def test_a_step_is_a_task_of_its_own():
+    first = Step(name="one", instruction="first", tests={"test.sh": "1"}, solution={"solve.sh": "s"})
+    second = Step(
+        name="two",
+        instruction="second",
+        files={"in.txt": "2"},
+        tests={"more.sh": "2"},
+        agent_timeout_s=5,
+        verifier_env={"B": "2"},
+        artifacts=(Artifact("out"),),
+    )
+    task = Task(
+        instruction="both",
+        steps=(first, second),
+        files={"a.txt": "a"},
+        tests={"test.sh": "0", "lib.sh": "lib"},
+        verifier_env={"A": "1", "B": "1"},
+        agent_timeout_s=60,
+    )
+    one, two = task.at_step(0), task.at_step(1)
+    assert (one.instruction, two.instruction) == ("first", "second")
+    assert one.start_files() == {"a.txt": b"a"} and two.start_files() == {"in.txt": b"2"}
+    assert one.test_files() == {"test.sh": b"1", "lib.sh": b"lib"}
+    assert two.test_files() == {"test.sh": b"0", "lib.sh": b"lib", "more.sh": b"2"}
+    assert (one.agent_timeout_s, two.agent_timeout_s) == (60, 5)
+    assert (two.verifier_env, two.artifacts) == ({"A": "1", "B": "2"}, (Artifact("out"),))
+    assert one.solution_files() == {"solve.sh": b"s"} and one.steps == ()
+    with pytest.raises(TaskError, match="no step 2; it has 2"):
+        task.at_step(2)
