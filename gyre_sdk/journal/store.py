@@ -1,6 +1,7 @@
 """The store itself: one method per thing that is appended.
 
-Writes return a future that resolves when the write is durable; `Future.result()` or `asyncio.wrap_future` wait.
+Writes return a future that resolves when the write is durable: `result()` waits in a thread, `recorder.durable` in a loop
+that the store has joined.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import zlib
-from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -22,7 +22,7 @@ from gyre_sdk.journal.digests import ItemCache, Items
 from gyre_sdk.journal.reader import Reader
 from gyre_sdk.journal.schema import connect, context_start
 from gyre_sdk.journal.values import CallIntent, TokenChunk
-from gyre_sdk.journal.writer import Writer
+from gyre_sdk.journal.writer import Write, Writer
 from gyre_sdk.records import AttemptRecord, CallId, CallStatus, LaneId, LaneRecord, RunId, RunRecord, RunStatus
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -71,7 +71,7 @@ class Journal(Reader):
 
     # -- runs and lanes ------------------------------------------------------------------------------------------
 
-    def open_run(self, run: RunRecord, lane: LaneRecord, key_digest: str) -> Future[None]:
+    def open_run(self, run: RunRecord, lane: LaneRecord, key_digest: str) -> Write[None]:
         """Record a run and its first lane, before its first call."""
 
         def write(db: sqlite3.Connection) -> None:
@@ -99,11 +99,11 @@ class Journal(Reader):
 
         return self._submit(write)
 
-    def open_lane(self, lane: LaneRecord, key_digest: str) -> Future[None]:
+    def open_lane(self, lane: LaneRecord, key_digest: str) -> Write[None]:
         """Record a further lane of a run."""
         return self._submit(lambda db: _insert_lane(db, lane, key_digest))
 
-    def revoke_lane(self, lane: LaneId) -> Future[None]:
+    def revoke_lane(self, lane: LaneId) -> Write[None]:
         """Make the key of a lane open nothing, for good. Its digest stays on record, marked."""
 
         def write(db: sqlite3.Connection) -> None:
@@ -127,7 +127,7 @@ class Journal(Reader):
         parts: dict[str, float] | None = None,
         error: str | None = None,
         placeholder: bool = False,
-    ) -> Future[None]:
+    ) -> Write[None]:
         """Record the terminal state of a run. The same state again changes nothing; another one is refused."""
 
         def write(db: sqlite3.Connection) -> None:
@@ -147,7 +147,7 @@ class Journal(Reader):
             raise JournalError(f"run {run}: running is not a terminal state")
         return self._submit(write)
 
-    def spend_run(self, run: RunId, status: RunStatus, reason: str) -> Future[None]:
+    def spend_run(self, run: RunId, status: RunStatus, reason: str) -> Write[None]:
         """Record that a budget of an open run ran out, and which; the first one stays.
 
         Args:
@@ -167,8 +167,8 @@ class Journal(Reader):
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    def call_received(self, intent: CallIntent) -> Future[None]:
-        """Record a call before it is dispatched."""
+    def call_received(self, intent: CallIntent, attempt: AttemptRecord | None = None) -> Write[None]:
+        """Record a call before it is dispatched; `attempt` is its first one where that is known already."""
         shared = intent.shared if intent.parent else 0
         start = context_start(shared)
         ids = as_ids(intent.prompt_ids[start:])
@@ -183,7 +183,7 @@ class Journal(Reader):
             intent.run,
             intent.lane,
             intent.role,
-            CallStatus.RECEIVED,
+            CallStatus.RECEIVED if attempt is None else CallStatus.DISPATCHED,
             intent.parent,
             intent.fork_reason,
             shared,
@@ -201,21 +201,23 @@ class Journal(Reader):
             delta, known = self._items.delta(lambda *ask: db.execute(*ask).fetchall(), intent.parent, items)
             row = db.execute(_INSERT_CALL, values + delta).lastrowid
             db.execute("INSERT INTO prompt VALUES (?,?)", (row, prompt))
+            if attempt is not None:
+                db.execute(_INSERT_ATTEMPT, (*msgspec.structs.astuple(attempt), b""))
             self._items.keep(intent.call, known)
             self._packer.keep(intent.run, base)
 
         return self._submit_bodies(write, fresh)
 
-    def call_dispatched(self, attempt: AttemptRecord) -> Future[None]:
+    def call_dispatched(self, attempt: AttemptRecord) -> Write[None]:
         """Record that an engine request for a call is about to be made."""
 
         def write(db: sqlite3.Connection) -> None:
-            db.execute("INSERT INTO attempt VALUES (?,?,?,?,?,?,?,?)", (*msgspec.structs.astuple(attempt), b""))
+            db.execute(_INSERT_ATTEMPT, (*msgspec.structs.astuple(attempt), b""))
             db.execute("UPDATE call SET status=? WHERE call=?", (CallStatus.DISPATCHED, attempt.call))
 
         return self._submit(write)
 
-    def tokens_sampled(self, call: CallId, chunk: TokenChunk) -> Future[None]:
+    def tokens_sampled(self, call: CallId, chunk: TokenChunk) -> Write[None]:
         """Append sampled tokens of an open call."""
         row = _chunk_row(call, chunk)
 
@@ -227,14 +229,11 @@ class Journal(Reader):
 
     def attempt_ended(
         self, attempt: AttemptRecord, lost: TokenChunk | None = None, kept: TokenChunk | None = None
-    ) -> Future[None]:
+    ) -> Write[None]:
         """Record how an engine request ended; `lost` holds the tokens that were given up, `kept` those before them."""
 
         def write(db: sqlite3.Connection) -> None:
-            db.execute(
-                "UPDATE attempt SET tokens_to=?, end=?, lost=? WHERE call=? AND number=?",
-                (attempt.tokens_to, attempt.end, _pack(lost) if lost else b"", attempt.call, attempt.number),
-            )
+            _end_attempt(db, attempt, lost)
             if lost is not None:
                 db.execute("DELETE FROM chunk WHERE call=?", (attempt.call,))
             if kept is not None:
@@ -252,8 +251,12 @@ class Journal(Reader):
         finish_reason: str | None = None,
         answer: dict[str, Any] | None = None,
         error: str | None = None,
-    ) -> Future[None]:
-        """Record the whole answer of a call: `sampled` starts at 0 and holds every sampled token."""
+        attempt: AttemptRecord | None = None,
+    ) -> Write[None]:
+        """Record the whole answer of a call: `sampled` starts at 0 and holds every sampled token.
+
+        `attempt` is how the call's last attempt ended, where that is not recorded yet.
+        """
         ids, logprobs = as_ids(sampled.ids), as_logprobs(sampled.logprobs)
         fresh: Fresh = {}
         values = (
@@ -280,6 +283,8 @@ class Journal(Reader):
                 " finish_reason=?, ended_at=?, error=?, answer=? WHERE call=?",
                 values,
             )
+            if attempt is not None:
+                _end_attempt(db, attempt, None)
             db.execute("INSERT OR REPLACE INTO sampled SELECT seq, ?, ? FROM call WHERE call=?", tokens)
             db.execute("DELETE FROM chunk WHERE call=?", (call,))
             if base is not None:
@@ -287,13 +292,13 @@ class Journal(Reader):
 
         return self._submit_bodies(write, fresh)
 
-    def call_delivered(self, call: CallId) -> Future[None]:
+    def call_delivered(self, call: CallId) -> Write[None]:
         """Record that the end of a call's answer reached the agent's connection. Nobody waits for it."""
         return self._submit(lambda db: _set_status(db, call, CallStatus.DELIVERED), idle=True)
 
     # -- streams of other components -----------------------------------------------------------------------------
 
-    def append(self, stream: str, kind: str, body: Any, *, at: float) -> Future[int]:
+    def append(self, stream: str, kind: str, body: Any, *, at: float) -> Write[int]:
         """Append an item to a component's stream; the future gives its sequence number."""
         blob = _pack(body)
 
@@ -305,12 +310,12 @@ class Journal(Reader):
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _submit(self, operation: Any, *, idle: bool = False) -> Future[Any]:
+    def _submit(self, operation: Any, *, idle: bool = False) -> Write[Any]:
         if self._writer is None:
             raise JournalError(f"store {self.path} is open for reading only")
         return self._writer.submit(operation, idle=idle)
 
-    def _submit_bodies(self, operation: Any, fresh: Fresh) -> Future[Any]:
+    def _submit_bodies(self, operation: Any, fresh: Fresh) -> Write[Any]:
         """Submit a write that brings bodies; they are known once it is durable."""
         future = self._submit(operation)
         if fresh:
@@ -328,6 +333,7 @@ _INSERT_CALL = (
     " received_at, messages_shared, messages, raw_shared, raw, sampled_len, sampled_crc, versions)"
     " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,0,0,x'90')"
 )
+_INSERT_ATTEMPT = "INSERT INTO attempt VALUES (?,?,?,?,?,?,?,?)"
 _INSERT_CHUNK = "INSERT INTO chunk VALUES (?,?,?,?,?)"
 
 
@@ -338,6 +344,13 @@ def _chunk_row(call: CallId, chunk: TokenChunk) -> tuple[Any, ...]:
         plain_blob(as_ids(chunk.ids)),
         plain_blob(as_logprobs(chunk.logprobs)),
         _pack(chunk.versions),
+    )
+
+
+def _end_attempt(db: sqlite3.Connection, attempt: AttemptRecord, lost: TokenChunk | None) -> None:
+    db.execute(
+        "UPDATE attempt SET tokens_to=?, end=?, lost=? WHERE call=? AND number=?",
+        (attempt.tokens_to, attempt.end, _pack(lost) if lost else b"", attempt.call, attempt.number),
     )
 
 

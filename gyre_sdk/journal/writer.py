@@ -6,30 +6,40 @@ as much as the writes themselves. So an operation may run twice.
 
 A thread does the work. A process that lives in an event loop can have the loop run the operations and leave the thread
 only the wait for the disk (`join_loop`): SQLite gives the interpreter's lock away at each statement, and a thread that
-has to win it back from a busy loop each time makes both slow.
+has to win it back from a busy loop each time makes both slow. Writes asked for in the loop are futures of the loop.
+
+While many wait, the loop gathers their writes for a moment before each commit: a commit costs as much processor time as
+several writes. One that works alone never waits for others.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from gyre_sdk.errors import GyreError, JournalError
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 _MAX_BATCH = 512
+_CROWD = 8
+"""Writes in a commit from which on the next one waits for more of them."""
+_GATHER_SECONDS = 0.003
+""" ... and for how long."""
 _IDLE_SECONDS = 0.02
 """How long a write that nobody waits for may wait for others to share a commit with."""
 _PATIENCE_MS = 30_000
 """How long another process may hold the store."""
-_Item = tuple[Callable[[sqlite3.Connection], Any], Future[Any]]
-_Outcomes = list[tuple[Future[Any], Any, Exception | None]]
+_Future = Future[Any] | asyncio.Future[Any]
+_Item = tuple[Callable[[sqlite3.Connection], Any], _Future]
+_Outcomes = list[tuple[_Future, Any, Exception | None]]
 _REFUSED = (sqlite3.Error, GyreError, ValueError, TypeError, OverflowError)
 
 
@@ -44,6 +54,26 @@ class _FromLoop:
 
 _END = _FromLoop([], None)
 """Ends the thread."""
+
+
+class Write(Protocol[T_co]):
+    """A write under way, durable once it is done. A future of threads, or of the event loop that asked for it."""
+
+    def done(self) -> bool:
+        """Return whether it is over."""
+
+    def result(self) -> T_co:
+        """Return what the write gives; a future of threads waits for it.
+
+        Raises:
+            JournalError: the store refused it.
+        """
+
+    def exception(self) -> BaseException | None:
+        """Return why the store refused it, or None."""
+
+    def add_done_callback(self, fn: Callable[[Any], object], /) -> None:
+        """Call `fn` with this write once it is over."""
 
 
 class Writer:
@@ -64,11 +94,12 @@ class Writer:
         self._home = 0
         self._pending: list[_Item] = []
         self._busy = False
+        self._crowded = False
         self._timer: asyncio.TimerHandle | None = None
         self._thread = threading.Thread(target=self._run, name=f"journal {name}", daemon=True)
         self._thread.start()
 
-    def submit(self, operation: Callable[[sqlite3.Connection], T], *, idle: bool = False) -> Future[T]:
+    def submit(self, operation: Callable[[sqlite3.Connection], T], *, idle: bool = False) -> Write[T]:
         """Queue an operation; its future resolves once it is durable.
 
         Args:
@@ -77,12 +108,14 @@ class Writer:
         """
         if self._closed:
             raise JournalError("the store is closed")
-        future: Future[T] = Future()
         loop = self._loop
+        if loop is not None and threading.get_ident() == self._home:
+            waited: asyncio.Future[T] = loop.create_future()
+            self._enqueue((operation, waited), idle)
+            return waited
+        future: Future[T] = Future()
         if loop is None:
             self._queue.put((operation, future))
-        elif threading.get_ident() == self._home:
-            self._enqueue((operation, future), idle)
         else:
             loop.call_soon_threadsafe(self._enqueue, (operation, future))
         return future
@@ -134,6 +167,7 @@ class Writer:
         if self._loop is None:
             return
         batch, self._pending = _wanted(self._pending[:_MAX_BATCH]), self._pending[_MAX_BATCH:]
+        self._crowded = len(batch) >= _CROWD
         outcomes: _Outcomes | None = None
         try:
             self._connection.execute("BEGIN IMMEDIATE")
@@ -145,6 +179,14 @@ class Writer:
 
     def _finished(self, outcomes: _Outcomes) -> None:
         _resolve(outcomes)
+        loop = self._loop
+        if loop is not None and self._crowded:
+            self._crowded = False
+            loop.call_later(_GATHER_SECONDS, self._gathered)
+        else:
+            self._gathered()
+
+    def _gathered(self) -> None:
         if self._pending and self._loop is not None:
             self._pump()
         else:
@@ -168,13 +210,13 @@ class Writer:
                     break
                 batch.append(held)
                 held = None
-            _resolve(self._commit(_wanted(batch)))
+            _resolve_elsewhere(self._commit(_wanted(batch)))
 
     def _finish(self, job: _FromLoop) -> None:
         outcomes = self._commit(job.batch) if job.outcomes is None else self._commit_run(job.batch, job.outcomes)
         loop = self._loop
         if loop is None or loop.is_closed():
-            _resolve(outcomes)
+            _resolve_elsewhere(outcomes)
         else:
             loop.call_soon_threadsafe(self._finished, outcomes)
 
@@ -241,14 +283,30 @@ class Writer:
 
 
 def _wanted(batch: list[_Item]) -> list[_Item]:
-    return [item for item in batch if item[1].set_running_or_notify_cancel()]
+    """Drop what was cancelled before it began. A write of the loop is done whatever becomes of who waits for it."""
+    return [item for item in batch if isinstance(item[1], asyncio.Future) or item[1].set_running_or_notify_cancel()]
 
 
 def _resolve(outcomes: _Outcomes) -> None:
+    """Resolve futures in the thread of the loop that the writer has joined."""
     for future, value, problem in outcomes:
+        if future.done():
+            continue  # whoever waited was cancelled
         if problem is None:
             future.set_result(value)
-        elif isinstance(problem, GyreError):
-            future.set_exception(problem)
-        else:
-            future.set_exception(JournalError(f"the store refused a write: {problem}"))
+            continue
+        future.set_exception(
+            problem if isinstance(problem, GyreError) else JournalError(f"the store refused a write: {problem}")
+        )
+        future.exception()  # often nobody asks: that is no defect to be logged
+
+
+def _resolve_elsewhere(outcomes: _Outcomes) -> None:
+    """Resolve futures in the writer's thread; those of a loop in that loop, if it still runs."""
+    for outcome in outcomes:
+        future = outcome[0]
+        if not isinstance(future, asyncio.Future):
+            _resolve([outcome])
+        elif not future.get_loop().is_closed():
+            with contextlib.suppress(RuntimeError):  # it may close meanwhile
+                future.get_loop().call_soon_threadsafe(_resolve, [outcome])

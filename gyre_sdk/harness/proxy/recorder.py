@@ -1,21 +1,22 @@
 """Durability of one call on the asyncio side: what is written when, and who waits for it.
 
-One wait covers intent and attempt, one covers the end; sampled tokens are written while they come, one write at a
-time, so that a slow disk makes larger writes and not a longer queue.
+One write covers intent and first attempt, one the end of the last attempt and of the call; sampled tokens are written
+while they come, one write at a time, so that a slow disk makes larger writes and not a longer queue.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
-from gyre_sdk.errors import GyreError
+from gyre_sdk.errors import GyreError, JournalError
 from gyre_sdk.harness.proxy.exchange import Exchange, PersistAttemptEnd, PersistEnd, cut_spans
-from gyre_sdk.journal import CallIntent, Journal, TokenChunk
-from gyre_sdk.records import AttemptRecord, CallId, VersionSpan
+from gyre_sdk.journal import CallIntent, Journal, TokenChunk, Write
+from gyre_sdk.records import AttemptRecord, CallId
+
+T = TypeVar("T")
 
 
 class CallLog:
@@ -43,7 +44,10 @@ class CallLog:
         self._failed = failed
         self._interval = interval
         self._loop = asyncio.get_running_loop()
-        self._waiting: list[Future[Any]] = []
+        self._intent: CallIntent | None = None
+        self._attempt_end: AttemptRecord | None = None
+        self._waiting: list[Write[Any]] = []
+        self._problem: GyreError | None = None
         self._written = 0
         self._writing = False
         self._wrote_at = self._loop.time()
@@ -51,23 +55,35 @@ class CallLog:
         self._ended = False
 
     def intent(self, intent: CallIntent) -> None:
-        """Write the intent; the next wait covers it."""
+        """Write the intent; the next wait covers it. Held back while the loop goes on: an attempt may come along."""
+        self._intent = intent
+        self._loop.call_soon(self._write_held)
+
+    def intent_at_once(self, intent: CallIntent) -> None:
+        """Write a large intent, in a thread of the caller's."""
         self._waiting.append(self._journal.call_received(intent))
 
     async def attempt(self, attempt: AttemptRecord) -> None:
         """Write an attempt and wait until it and everything before it is durable."""
-        self._waiting.append(self._journal.call_dispatched(attempt))
+        intent, self._intent = self._intent, None
+        if intent is not None:
+            self._waiting.append(self._journal.call_received(intent, attempt))
+        else:
+            self._write_held()
+            self._waiting.append(self._journal.call_dispatched(attempt))
         await self.settle()
 
     def attempt_end(self, end: PersistAttemptEnd, exchange: Exchange) -> None:
         """Write an attempt's end, and what the call keeps when tokens are given up."""
-        lost = kept = None
-        if end.lost_ids:
-            spans: list[VersionSpan] = list(end.lost_spans)
-            lost = TokenChunk(end.keep, list(end.lost_ids), list(end.lost_logprobs), spans)
-            if end.keep:
-                kept = TokenChunk(0, list(exchange.ids), list(exchange.logprobs), list(exchange.spans))
-            self._written = end.keep
+        if not end.lost_ids:
+            self._attempt_end = end.attempt  # held back like an intent: the call's end may come along
+            self._loop.call_soon(self._write_held)
+            return
+        lost = TokenChunk(end.keep, list(end.lost_ids), list(end.lost_logprobs), list(end.lost_spans))
+        kept = None
+        if end.keep:
+            kept = TokenChunk(0, list(exchange.ids), list(exchange.logprobs), list(exchange.spans))
+        self._written = end.keep
         self._waiting.append(self._journal.attempt_ended(end.attempt, lost, kept))
 
     def resume(self, written: int) -> None:
@@ -97,6 +113,8 @@ class CallLog:
         self._ended = True
         if self._timer is not None:
             self._timer.cancel()
+        attempt, self._attempt_end = self._attempt_end, None
+        self._write_held()
         self._waiting.append(
             self._journal.call_ended(
                 self._call,
@@ -106,9 +124,22 @@ class CallLog:
                 finish_reason=finish,
                 answer=answer,
                 error=end.error,
+                attempt=attempt,
             )
         )
         await self.settle()
+
+    def _write_held(self) -> None:
+        """Write what was held back and found no company. What goes wrong is raised where somebody waits."""
+        intent, self._intent = self._intent, None
+        attempt, self._attempt_end = self._attempt_end, None
+        try:
+            if intent is not None:
+                self._waiting.append(self._journal.call_received(intent))
+            if attempt is not None:
+                self._waiting.append(self._journal.attempt_ended(attempt))
+        except (GyreError, ValueError) as error:
+            self._problem = error if isinstance(error, GyreError) else JournalError(str(error))
 
     def _write_late(self, exchange: Exchange) -> None:
         self._timer = None
@@ -120,8 +151,8 @@ class CallLog:
         self._written, self._writing, self._wrote_at = upto, True, self._loop.time()
         spans = cut_spans(exchange.known_spans(), start, upto)
         chunk = TokenChunk(start, exchange.ids[start:], exchange.logprobs[start:], spans)
-        future = self._journal.tokens_sampled(self._call, chunk)
-        future.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._token_write_done, done, upto))
+        write = self._journal.tokens_sampled(self._call, chunk)
+        write.add_done_callback(lambda done: self._token_write_done(done, upto))
 
     async def settle(self) -> None:
         """Wait until everything written is durable.
@@ -129,6 +160,8 @@ class CallLog:
         Raises:
             JournalError: the store refused one of the writes.
         """
+        if self._problem is not None:
+            raise self._problem
         waiting, self._waiting = self._waiting, []
         if waiting:
             await durable(waiting[-1])
@@ -137,7 +170,7 @@ class CallLog:
                 if problem is not None:
                     raise problem
 
-    def _token_write_done(self, done: Future[None], upto: int) -> None:
+    def _token_write_done(self, done: Write[None], upto: int) -> None:
         self._writing = False
         problem = done.exception()
         if problem is None:
@@ -146,28 +179,14 @@ class CallLog:
             self._failed(str(problem))
 
 
-async def durable(future: Future[Any]) -> Any:
+async def durable(write: Write[T]) -> T:
     """Wait for a write. Cancelling the wait does not cancel the write.
 
     Raises:
         JournalError: the store refused it.
     """
-    if not future.done():
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-        home = threading.get_ident()
-
-        def done(_: Future[Any]) -> None:
-            if threading.get_ident() == home:
-                _wake(waiter)
-            else:
-                loop.call_soon_threadsafe(_wake, waiter)
-
-        future.add_done_callback(done)
-        await waiter
-    return future.result()
-
-
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+    if isinstance(write, asyncio.Future):
+        found: T = await write
+        return found
+    assert isinstance(write, Future)
+    return await asyncio.shield(asyncio.wrap_future(write))

@@ -5,19 +5,56 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import threading
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
 from gyre_sdk.errors import RenderError
 
-_SHORT, _SHORT_KEPT = 24, 4096
+_REMEMBERED = 2_000_000
+"""Characters of text whose ids are remembered."""
+_PER_TEXT = 64
+"""Characters that remembering a text costs besides its own."""
 _LOOKS_LIKE_CONTROL = re.compile(r"<[|｜].+[|｜]>")
 
 Span = tuple[int, int]
 """Start and end of a stretch of text, in characters."""
+
+
+class Remembered:
+    """Ids of texts encoded lately: templates repeat the same few, and the runs of a group begin with the same prompt.
+
+    Args:
+        encode: gives the ids of a text.
+    """
+
+    def __init__(self, encode: Callable[[str], list[int]]) -> None:
+        self._encode = encode
+        self._known: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+        self._size = 0
+        self._lock = threading.Lock()
+
+    def ids(self, text: str) -> list[int]:
+        """Return the ids of a text, in a list of the caller's own."""
+        with self._lock:
+            found = self._known.get(text)
+            if found is not None:
+                self._known.move_to_end(text)
+                return list(found)
+        ids = self._encode(text)
+        cost = len(text) + _PER_TEXT
+        if cost <= _REMEMBERED // 8:
+            with self._lock:
+                if text not in self._known:
+                    self._known[text] = tuple(ids)
+                    self._size += cost
+                while self._size > _REMEMBERED:
+                    self._size -= len(self._known.popitem(last=False)[0]) + _PER_TEXT
+        return ids
 
 
 class TokenizerAdapter:
@@ -28,21 +65,16 @@ class TokenizerAdapter:
     def __init__(self, tokenizer: Tokenizer, name_or_path: str, eos_token_id: int | None) -> None:
         self._tokenizer = tokenizer
         self._tokenizer.encode_special_tokens = True
-        self._short: dict[str, tuple[int, ...]] = {}
+        self._remembered = Remembered(lambda text: self._tokenizer.encode(text, add_special_tokens=False).ids)
         self.name_or_path = name_or_path
         self.eos_token_id = eos_token_id
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
-        """Return the ids of plain text. Short texts are remembered: templates repeat the same few."""
-        if len(text) <= _SHORT and not add_special_tokens:
-            found = self._short.get(text)
-            if found is None:
-                if len(self._short) >= _SHORT_KEPT:
-                    self._short.clear()
-                found = self._short[text] = tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
-            return list(found)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        """Return the ids of plain text."""
+        if add_special_tokens:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
+            return ids
+        return self._remembered.ids(text)
 
     def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = False, **_: Any) -> str:
         """Return the text of ids."""
@@ -96,6 +128,7 @@ class Codec:
         self._cut = re.compile("|".join([*sorted(flagged.values(), key=len, reverse=True), bare]))
         self._names = re.compile(_any_of(list(flags)))
         self._guard = self._find_guard()
+        self._remembered = Remembered(lambda text: self._plain.encode(text, add_special_tokens=False).ids)
 
     def control_in(self, text: str) -> list[Span]:
         """Return where a text holds the text of control tokens."""
@@ -144,9 +177,7 @@ class Codec:
             return []
         guarded = self._guard is not None and not first
         try:
-            ids: list[int] = self._plain.encode(
-                f"{self._guard}{text}" if guarded else text, add_special_tokens=False
-            ).ids
+            ids = self._remembered.ids(f"{self._guard}{text}" if guarded else text)
         except UnicodeEncodeError as error:
             raise RenderError(f"a message is not valid Unicode: {error}") from error
         ids = ids[1:] if guarded else ids

@@ -246,7 +246,7 @@ class LiveCall(ModelCall):
                 if self.intent.fork_reason is not None:
                     self._services.metrics.forks.add(self.intent.fork_reason)
                 if self.prompt_tokens > LARGE:
-                    await asyncio.to_thread(writes.intent, self.intent)
+                    await asyncio.to_thread(writes.intent_at_once, self.intent)
                 else:
                     writes.intent(self.intent)
             case FindReplica():
