@@ -16,16 +16,17 @@ LOADS = {
     "autoagent-simple-script",
     "cookbook-dns-blacklisting",
     "cookbook-multi-reward",
+    "cookbook-multi-step",
     "cookbook-simple-task",
     "cookbook-skills",
+    "harbor-template-separate-verifier",
     "inspect-simple-task",
 }
 REFUSED = {
     "cookbook-multi-container": "compose",
-    "cookbook-multi-step": "multi-step",
     "cookbook-simulated-user": "compose",
     "dialect-inspect-coco-fix-syntax-errors": "Dockerfile is missing",
-    "harbor-template-separate-verifier": "verifier image",
+    "harbor-template-separate-verifier": r"instruction\.md is empty",
 }
 
 
@@ -58,7 +59,7 @@ def test_every_real_folder_loads_or_says_why_not():
 def test_real_folders_load(name):
     task = Task.load(shared_tasks() / name)
     assert task.instruction.strip()
-    assert "test.sh" in task.test_files()
+    assert "test.sh" in (task.at_step(0) if task.steps else task).test_files()
     assert (task.image is None) != (task.dockerfile is None)
 
 
@@ -111,23 +112,172 @@ def test_own_extension(tmp_path):
         ('[metadata.gyre]\nfiles = "nowhere"\n', {}, ["metadata.gyre.files", "nowhere"]),
         ('[metadata.gyre]\nfiles = "../.."\n', {}, ["metadata.gyre.files"]),
         ("[metadata.gyre]\nfile = 1\n", {}, ["metadata.gyre.file", "files"]),
-        ("[[steps]]\nname = 'a'\n", {}, ["multi-step"]),
+        ("[[steps]]\nname = 'a'\n", {}, ["steps[0].name", "'a'", "folder in"]),
+        ("", {"steps/a/instruction.md": "x"}, ["[[steps]]"]),
+        ("[[steps]]\nname = 'a'\n", {"steps/a/tests/x": "x"}, ["steps/a/instruction.md", "missing"]),
+        (
+            "[[steps]]\nname = 'a'\nmin_reward = 'all'\n",
+            {"steps/a/instruction.md": "x"},
+            ["steps[0].min_reward", "'all'", "number"],
+        ),
+        (
+            "[[steps]]\nname = 'a'\n",
+            {"steps/a/instruction.md": "x", "tests/test.sh": ""},
+            ["steps/a/tests/test.sh", "missing"],
+        ),
+        (
+            "[[steps]]\nname = 'a'\n[steps.verifier]\nenvironment_mode = 'separate'\n",
+            {"steps/a/instruction.md": "x"},
+            ["steps[0].verifier.environment_mode", "not supported", "shares"],
+        ),
+        (
+            "[[steps]]\nname = 'a'\n",
+            {"steps/a/instruction.md": "x", "steps/a/tests/Dockerfile": "x"},
+            ["verifier image"],
+        ),
+        ("multi_step_reward_strategy = 'best'\n", {}, ["multi_step_reward_strategy", "best", "mean, final"]),
         ("", {"environment/docker-compose.yaml": "services: {}\n"}, ["compose"]),
-        ('[verifier]\nenvironment_mode = "separate"\n', {}, ["environment_mode", "separate"]),
-        ('[environment]\nnetwork_mode = "allowlist"\n', {}, ["allowlist", "no-network"]),
-        ("[environment]\ngpus = 2\n", {}, ["gpus", "2"]),
-        ('[environment]\nos = "windows"\n', {}, ["windows"]),
-        ("[environment.healthcheck]\ncommand = 'true'\n", {}, ["healthcheck"]),
+        ('[verifier]\nenvironment_mode = "apart"\n', {}, ["verifier.environment_mode", "apart", "shared, separate"]),
+        (
+            '[verifier]\nenvironment_mode = "shared"\n[verifier.environment]\ndocker_image = "b"\n',
+            {},
+            ["verifier.environment_mode", "separate"],
+        ),
+        ("[verifier.environment]\ncpus = 2\n", {}, ["verifier.environment.cpus", "docker_image"]),
+        ("[[verifier.collect]]\ncommand = 'x'\n", {}, ["verifier.collect", "not supported"]),
+        ('[environment]\nnetwork_mode = "open"\n', {}, ["network_mode", "public, no-network, allowlist"]),
+        ('[environment]\nnetwork_mode = "allowlist"\n', {}, ["environment.allowed_hosts", "host names"]),
+        ('[agent]\nallowed_hosts = ["a.org"]\n', {}, ["agent.allowed_hosts", "allowlist"]),
+        (
+            '[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["http://a.org"]\n',
+            {},
+            ["allowed_hosts", "http://a.org", "no URL"],
+        ),
+        ("[environment]\ngpus = 2\n", {}, ["environment.gpus", "2", "accelerators"]),
+        ("[environment]\ntpu = { type = 'v6e', topology = '2x2' }\n", {}, ["environment.tpu", "accelerators"]),
+        ('[environment]\nos = "windows"\n', {}, ["environment.os", "windows"]),
+        ('[environment]\nmemory = "much"\n', {}, ["environment.memory", "much", "512M"]),
+        ("[environment.healthcheck]\ninterval_sec = 1\n", {}, ["environment.healthcheck.command"]),
+        ("[environment.healthcheck]\ncommand = 'true'\nretry = 1\n", {}, ["healthcheck.retry", "retries"]),
+        ("[[environment.mcp_servers]]\nname = 'a'\n", {}, ["mcp_servers[0].url", "address"]),
+        ("[[environment.mcp_servers]]\nname = 'a'\ntransport = 'stdio'\n", {}, ["mcp_servers[0].command"]),
+        ("artifacts = 'x'\n", {}, ["artifacts", "array"]),
+        ("artifacts = ['../x']\n", {}, ["artifact source", "../x"]),
+        ("artifacts = [{ source = '/db', service = 'postgres' }]\n", {}, ["artifacts[0].service", "postgres"]),
+        ("[metadata.gyre]\nprofile = 'all'\n", {}, ["profile", "all", "root"]),
+        ("[metadata.gyre]\nread_only = 1\n", {}, ["metadata.gyre.read_only", "true or false"]),
     ],
 )
 def test_wrong_folders_name_the_place_the_value_and_the_next_step(tmp_path, toml, files, words):
-    if toml and "docker_image" not in toml and toml != "x = 1\n" and "[environment" not in toml:
-        toml = f'{toml}\n[environment]\ndocker_image = "gyre/base"\n' if not toml.startswith("agent") else toml
+    if toml not in ("", "x = 1\n", "[environment\n") and "docker_image = " not in toml.partition("[verifier")[0]:
+        files = {"environment/Dockerfile": "FROM scratch", **files}
     folder = make(tmp_path, toml=toml, **files)
     with pytest.raises(TaskError) as caught:
         Task.load(folder)
     for word in [*words, str(folder)]:
         assert word in str(caught.value), str(caught.value)
+
+
+def test_all_that_a_folder_can_say(tmp_path):
+    folder = make(
+        tmp_path,
+        toml="""
+multi_step_reward_strategy = "final"
+artifacts = ["/app/out", { source = "logs", destination = "l", exclude = ["*.tmp"] }]
+[task]
+name = "org/all"
+keywords = ["sort", "demo"]
+[metadata]
+tags = ["demo", "files"]
+difficulty = "easy"
+[metadata.gyre]
+profile = "root"
+runtime = "runsc"
+read_only = true
+protected = ["/etc/passwd"]
+[environment]
+docker_image = "gyre/base"
+memory = "1.5G"
+network_mode = "no-network"
+skills_dir = "/skills"
+healthcheck = { command = "test -e /ready", interval_sec = 0.5, start_period_sec = 2, retries = 5 }
+[[environment.mcp_servers]]
+name = "files"
+transport = "stdio"
+command = "serve"
+args = ["-v"]
+[[environment.mcp_servers]]
+name = "web"
+transport = "http"
+url = "http://127.0.0.1:9/mcp"
+[agent]
+network_mode = "allowlist"
+allowed_hosts = ["PyPI.org"]
+[verifier]
+user = "root"
+network_mode = "public"
+environment = { docker_image = "gyre/verifier" }
+[solution.env]
+S = "1"
+""",
+        **{"solution/solve.sh": "true\n", "instruction.md": "<!-- Canary GUID 1 -->\n\n# Do\nit.\n"},
+    )
+    task = Task.load(folder)
+    assert task.instruction == "# Do\nit.\n"
+    assert task.healthcheck == Healthcheck(command="test -e /ready", interval_s=0.5, start_period_s=2.0, retries=5)
+    assert task.artifacts == (Artifact("/app/out"), Artifact("logs", "l", ("*.tmp",)))
+    assert (task.network, task.allowed_hosts) == ("allowlist", ("pypi.org",))
+    assert (task.verifier_network, task.verifier_allowed_hosts) == ("full", ())
+    assert (task.verifier_image, task.verifier_user, task.verifier_mode) == ("gyre/verifier", "root", "separate")
+    assert (task.profile, task.runtime, task.read_only, task.protected) == ("root", "runsc", True, ("/etc/passwd",))
+    assert (task.memory_mb, task.skills, task.step_reward) == (1536, "/skills", "final")
+    assert [server["transport"] for server in task.mcp_servers] == ["stdio", "streamable-http"]
+    assert task.tags == ("demo", "files", "sort")
+    assert (task.solution_files(), task.solution_env) == ({"solve.sh": b"true\n"}, {"S": "1"})
+
+
+@pytest.mark.parametrize(
+    ("said", "network", "verifier"),
+    [
+        ("", "none", "none"),
+        ("[environment]\nnetwork_mode = 'public'", "full", "full"),
+        ("[environment]\nallow_internet = true", "full", "full"),
+        ("[environment]\nallow_internet = false", "none", "none"),
+        ("[environment]\nnetwork_mode = 'public'\n[agent]\nnetwork_mode = 'no-network'", "none", "full"),
+        ("[verifier]\nnetwork_mode = 'public'", "none", "full"),
+        ("[metadata.gyre]\nnetwork = 'proxy-only'\nverifier_network = 'full'", "proxy-only", "full"),
+    ],
+)
+def test_networks_per_phase(tmp_path, said, network, verifier):
+    folder = make(tmp_path, toml=f"{said}\n", **{"environment/Dockerfile": "FROM scratch"})
+    task = Task.load(folder)
+    assert (task.network, task.verifier_network) == (network, verifier)
+
+
+def test_a_verifier_of_its_own(tmp_path):
+    folder = make(tmp_path, **{"tests/Dockerfile": "FROM scratch"})
+    assert Task.load(folder).verifier_dockerfile == folder / "tests"
+    make(tmp_path, toml='[environment]\ndocker_image = "a"\n[verifier]\nenvironment_mode = "shared"\n')
+    task = Task.load(folder)
+    assert (task.verifier_mode, task.verifier_dockerfile) == ("shared", None)
+
+
+def test_values_of_a_real_folder_of_several_steps():
+    task = Task.load(shared_tasks() / "cookbook-multi-step")
+    assert [(step.name, step.min_reward) for step in task.steps] == [
+        ("scaffold", 1.0),
+        ("implement", 0.5),
+        ("document", None),
+    ]
+    assert task.instruction.startswith("Comprehensive multi-step task")
+    assert (task.workdir, task.env, task.network) == ("/app", {"GREETER_PROJECT": "hello-multi-step-full"}, "full")
+    assert task.tags == ("multi-step", "demo", "bells-and-whistles", "comprehensive")
+    step = task.at_step(1)
+    assert sorted(step.start_files()) == ["config.txt", "setup.sh"]
+    assert sorted(step.test_files()) == ["expected.txt", "helpers.sh", "test.sh"]
+    assert step.verifier_env == {"EXPECTED_NAME": "Harbor", "EXPECTED_GREETING": "Hello, Harbor!"}
+    assert step.healthcheck is not None and step.healthcheck.command == "test -x /app/greet.sh"
+    assert "canary" not in step.instruction.lower() and list(step.solution_files()) == ["solve.sh"]
 
 
 def test_missing_folder_and_file(tmp_path):

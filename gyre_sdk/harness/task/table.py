@@ -1,0 +1,129 @@
+"""A table of a TOML file that names file and key when a value is wrong."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gyre_sdk.errors import TaskError
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One table: its getters check the type of a value and name the place of a wrong one."""
+
+    file: Path
+    prefix: str
+    """Dotted name of the table with a dot at the end; empty for the file's root."""
+    values: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, file: Path) -> Table:
+        """Return the root table of a file.
+
+        Raises:
+            TaskError: it is missing or no TOML.
+        """
+        try:
+            return cls(file, "", tomllib.loads(file.read_text("utf-8")))
+        except FileNotFoundError:
+            raise TaskError(
+                f"{file} is missing; a task folder has task.toml, instruction.md, environment/, tests/"
+            ) from None
+        except tomllib.TOMLDecodeError as error:
+            raise TaskError(f"{file} is not TOML: {error}; correct that line") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise TaskError(f"{file} cannot be read: {error}; make it a readable UTF-8 file") from error
+
+    def wrong(self, key: str, expected: str) -> TaskError:
+        """Return the error for a value."""
+        return TaskError(f"{self.file}: {self.prefix}{key} = {self.values.get(key)!r} is wrong; expected {expected}")
+
+    def refused(self, key: str, instead: str) -> TaskError:
+        """Return the error for what the format has and gyre has not."""
+        return TaskError(f"{self.file}: {self.prefix}{key} = {self.values.get(key)!r} is not supported; {instead}")
+
+    def table(self, key: str) -> Table:
+        """Return a table; an empty one where there is none."""
+        value = self.values.get(key, {})
+        if not isinstance(value, dict):
+            raise self.wrong(key, f"a table [{self.prefix}{key}]")
+        return Table(self.file, f"{self.prefix}{key}.", value)
+
+    def tables(self, key: str) -> Iterator[Table]:
+        """Yield the tables of an array of tables."""
+        value = self.values.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            raise self.wrong(key, f"an array of tables [[{self.prefix}{key}]]")
+        for number, item in enumerate(value):
+            yield Table(self.file, f"{self.prefix}{key}[{number}].", item)
+
+    def text(self, key: str) -> str | None:
+        """Return a string."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.wrong(key, "a string")
+        return value
+
+    def choice(self, key: str, *known: str) -> str | None:
+        """Return one of the known strings."""
+        value = self.text(key)
+        if value is not None and value not in known:
+            raise self.wrong(key, f"one of {', '.join(known)}")
+        return value
+
+    def flag(self, key: str) -> bool | None:
+        """Return true or false."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return value
+
+    def user(self, key: str) -> str | None:
+        """Return the name or number of a user."""
+        value = self.values.get(key)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return str(value)
+        return self.text(key)
+
+    def number(self, key: str, default: float) -> float:
+        """Return a number above 0."""
+        value = self.optional(key)
+        return default if value is None else value
+
+    def optional(self, key: str, *, least: float | None = None) -> float | None:
+        """Return a number above 0 (or from `least` on), or None where there is none."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        small = isinstance(value, int | float) and (value <= 0 if least is None else value < least)
+        if isinstance(value, bool) or not isinstance(value, int | float) or small or not math.isfinite(value):
+            raise self.wrong(key, "a number above 0" if least is None else f"a number of {least:g} or more")
+        return float(value)
+
+    def strings(self, key: str) -> dict[str, str]:
+        """Return a table of strings, none of which takes a value from the host."""
+        table = self.table(key)
+        for name, value in table.values.items():
+            if not isinstance(value, str):
+                raise table.wrong(name, "a string")
+            if "${" in value:
+                raise table.wrong(name, "a literal: variables of the host are not passed into workspaces")
+        return dict(table.values)
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """Return an array of strings."""
+        value = self.values.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.wrong(key, "an array of strings")
+        return tuple(value)
+
+    def only(self, *known: str) -> None:
+        """Refuse every other key."""
+        for key in self.values:
+            if key not in known:
+                raise self.wrong(key, f"one of the keys {', '.join(known)}")
