@@ -19,7 +19,6 @@ LOADS = {
     "cookbook-multi-step",
     "cookbook-simple-task",
     "cookbook-skills",
-    "harbor-template-separate-verifier",
     "inspect-simple-task",
 }
 REFUSED = {
