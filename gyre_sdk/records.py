@@ -194,13 +194,63 @@ class ExecResult(msgspec.Struct, frozen=True):
     """Wall time, seconds."""
 
 
-class Score(msgspec.Struct, frozen=True):
-    """Outcome of an evaluation that worked."""
+class End(StrEnum):
+    """How a run ended, finer than its state: what follows from each is one table, `harness.scoring.policy`."""
 
-    reward: float
-    """Finite number; higher is better."""
+    COMPLETED = "completed"
+    AGENT_FAILED = "agent_failed"
+    """The agent's own error, or its exit status."""
+    TIMED_OUT = "timed_out"
+    """Its budget of wall time ran out."""
+    LIMIT = "limit"
+    """Its budget of tokens, turns or cost ran out."""
+    CONTEXT_FULL = "context_full"
+    """The model's context was full."""
+    MODEL_FAILED = "model_failed"
+    """The model side failed until the agent's retries ended: not the agent's fault."""
+    NEVER_STARTED = "never_started"
+    """Its workspace could not be opened: there is nothing to evaluate."""
+    WORKSPACE_LOST = "workspace_lost"
+    """The workspace died, and what the agent had done with it."""
+    SCORER_FAILED = "scorer_failed"
+    """Every evaluation within the budget failed."""
+    CUT_OFF = "cut_off"
+    """The overall limit of agent and evaluation together was reached during the evaluation."""
+    CANCELLED = "cancelled"
+
+
+class ScoreStatus(StrEnum):
+    """What an evaluation came to."""
+
+    SCORED = "scored"
+    FAILED = "failed"
+    """Every evaluation within the budget failed: no reward."""
+    LOST = "lost"
+    """What was to be evaluated was gone: no reward."""
+    CUT_OFF = "cut_off"
+    """The overall limit was reached before an evaluation ended: no reward."""
+
+
+class Score(msgspec.Struct, frozen=True):
+    """Outcome of an evaluation."""
+
+    reward: float | None
+    """Finite number; higher is better. None: there is no reward, which is not 0."""
     parts: dict[str, float] = {}
+    """Named components."""
     explanation: str = ""
+    """Of a failed evaluation: why."""
+    status: ScoreStatus = ScoreStatus.SCORED
+    tampered: tuple[str, ...] = ()
+    """What was found that could have steered the evaluation, and was kept from it; hostile text: escape it before showing it."""
+    output: str = ""
+    """What the tests printed, its middle left out when it is long; hostile text."""
+    evaluations: int = 1
+    """How often it was tried."""
+    mode: str = ""
+    """`separate` (a fresh workspace) or `shared` (the agent's own); empty where nothing was run."""
+    snapshot: str | None = None
+    """Id of the kept snapshot of what the agent left, to score again from."""
 
 
 class RunResult(msgspec.Struct, frozen=True):
@@ -217,6 +267,10 @@ class RunResult(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     """Wall time from start to terminal state."""
     placeholder: bool = False
+    tampered: tuple[str, ...] = ()
+    """See `Score.tampered`."""
+    snapshot: str | None = None
+    """See `Score.snapshot`."""
 
 
 class TrajectoryRecord(msgspec.Struct, frozen=True):
