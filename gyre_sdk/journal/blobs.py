@@ -95,8 +95,9 @@ def ids_blob(ids: IDS, before: IDS = _NONE) -> bytes:
     """Return ids as bytes; `before` are ids of their path that come before them, needed to read them."""
     if not len(ids):
         return b""
-    if ids.view(np.uint32).max() >= 1 << 24:
-        return _PLAIN + ids.tobytes()
+    plain = ids.tobytes()
+    if plain[3::4].count(0) < len(ids):
+        return _PLAIN + plain
     parts = ids.view(np.uint8).reshape(-1, 4)
     packed = parts[:, :3].tobytes()
     if len(ids) >= _SHORT:

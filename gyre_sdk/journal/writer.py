@@ -31,7 +31,7 @@ T_co = TypeVar("T_co", covariant=True)
 _MAX_BATCH = 512
 _CROWD = 8
 """Writes in a commit from which on the next one waits for more of them."""
-_GATHER_SECONDS = 0.003
+_GATHER_SECONDS = 0.005
 """ ... and for how long."""
 _IDLE_SECONDS = 0.02
 """How long a write that nobody waits for may wait for others to share a commit with."""

@@ -28,7 +28,8 @@ class Pieces:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[int, tuple[str | None, bool]] = {}
+        self.known: dict[int, tuple[str | None, bool]] = {}
+        """What was looked up so far."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens included."""
@@ -37,13 +38,13 @@ class Pieces:
 
     def look_up(self, token: int) -> tuple[str | None, bool]:
         """Return a token's text, None where it depends on the tokens beside it; and whether it is special."""
-        found = self._known.get(token)
+        found = self.known.get(token)
         if found is None:
             text: str | None = self.decode([token])
             special = bool(text) and self._skipped(token)
             if text is None or _BROKEN in text or self.decode([token, token]) != text + text:
                 text = None
-            found = self._known[token] = (text, special)
+            found = self.known[token] = (text, special)
         return found
 
     def raw(self, token: int) -> bytes:
@@ -88,6 +89,21 @@ class Detokenizer:
     def waiting(self) -> int:
         """Tokens whose text is not known yet."""
         return len(self._pending)
+
+    def plain(self, ids: Sequence[int], stop_ids: frozenset[int]) -> tuple[str, int]:
+        """Return the text of the leading tokens that need no care, and how many they are: most of an answer."""
+        if self._pending:
+            return "", 0
+        texts: list[str] = []
+        known = self._pieces.known
+        for token in ids:
+            text, special = known.get(token) or (None, True)
+            if text is None or special or token in stop_ids:
+                break
+            texts.append(text)
+        if texts:
+            self._before = [ids[len(texts) - 1]]
+        return "".join(texts), len(texts)
 
     def feed(self, token: int) -> str:
         """Return the text that the token completes."""

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from gyre_sdk.harness.proxy.answers.body import Body
 from gyre_sdk.harness.proxy.answers.deltas import Deltas
 from gyre_sdk.harness.proxy.answers.detokenize import Detokenizer, Pieces, pieces_of
@@ -15,8 +17,9 @@ from gyre_sdk.harness.proxy.answers.scanner import Scanner
 from gyre_sdk.harness.proxy.answers.stops import StopWatch
 from gyre_sdk.harness.proxy.answers.xml_body import XmlBody, text_parameters
 from gyre_sdk.harness.proxy.dialects.canonical import Answer, Delta, ToolChoice
+from gyre_sdk.harness.proxy.dialects.history import Ids
 
-_TAIL, _LONGEST_TAIL = 32, 8192
+_TAIL, _LONGEST_TAIL = 4, 8192
 """Tokens of the prompt in which the start of the model's turn is looked for, at first and at most."""
 
 
@@ -64,6 +67,12 @@ class TextFlow:
     def feed(self, ids: Sequence[int]) -> str:
         """Return the text that is settled. Ids from the first stop token on are no text."""
         out: list[str] = []
+        if not self._watch.watching and not self._ended:
+            plain = self._detokenizer.plain(ids, self._stop_ids)
+            out.append(plain[0])
+            self._fed += plain[1]
+            self._watch.feed("", self._fed)
+            ids = ids[plain[1] :]
         for token in ids:
             if self._ended or token in self._stop_ids:
                 out.append(self._flush())
@@ -117,7 +126,7 @@ def make_parser(
     tokenizer: Any,
     *,
     format: Format,
-    prompt_tail: Sequence[int],
+    prompt_tail: Sequence[int] | Ids,
     tools: Sequence[Mapping[str, Any]],
     name: str,
     stops: Sequence[str],
@@ -155,7 +164,7 @@ def make_parser(
     return _StreamParser(TextFlow(pieces, format.stop_ids, stops), scanner, deltas)
 
 
-def thinking_after(tokenizer: Any, format: Format, prompt: Sequence[int]) -> Thinking:
+def thinking_after(tokenizer: Any, format: Format, prompt: Sequence[int] | Ids) -> Thinking:
     """Tell where the answer to a prompt begins, as far as the prompt holds the model's turn.
 
     Args:
@@ -167,7 +176,7 @@ def thinking_after(tokenizer: Any, format: Format, prompt: Sequence[int]) -> Thi
     opening, closing = format.think
     count = _TAIL
     while True:
-        _, turn, text = pieces.decode(prompt[-count:]).rpartition(format.turn)
+        _, turn, text = pieces.decode(np.asarray(prompt[-count:]).tolist()).rpartition(format.turn)
         if turn:
             if not text.lstrip().startswith(opening):
                 return Thinking.FREE

@@ -64,6 +64,11 @@ class StopWatch:
         self.settled = 0
         """Tokens that end before anything that may be, or is, a stop string."""
 
+    @property
+    def watching(self) -> bool:
+        """Whether there is a stop string to look for."""
+        return bool(self._matches)
+
     def feed(self, text: str, tokens: int, *, seen: bool = True) -> str:
         """Return the text that is free to go.
 

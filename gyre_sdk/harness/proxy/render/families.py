@@ -41,7 +41,7 @@ _BY_LOOK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 )
 """Families that a chat template which holds some texts may belong to; the first that fits is taken."""
 
-_TAIL = 512
+_TAIL = 64
 """Least tokens of a prompt that a family is shown to bridge from."""
 _HUB = re.compile(r"models--([^/]+?)--([^/]+)")
 
@@ -145,9 +145,10 @@ def family_bridge(
 def _tail_start(prompt: Ids, stop_ids: Sequence[int]) -> int:
     size = _TAIL
     while size < len(prompt):
-        found = np.flatnonzero(np.isin(prompt[-size:], stop_ids))
-        if len(found):
-            return min(len(prompt) - size + int(found[-1]), len(prompt) - _TAIL)
+        end = prompt[-size:]
+        found = max((int(places[-1]) for stop in stop_ids if len(places := np.flatnonzero(end == stop))), default=-1)
+        if found >= 0:
+            return min(len(prompt) - size + found, len(prompt) - _TAIL)
         size *= 4
     return 0
 

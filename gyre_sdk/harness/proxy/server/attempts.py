@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -24,6 +23,7 @@ from gyre_sdk.harness.proxy.exchange import (
 from gyre_sdk.harness.proxy.routing import Need
 from gyre_sdk.harness.proxy.server.fleet import Fleet, Running
 from gyre_sdk.harness.proxy.server.metrics import Metrics
+from gyre_sdk.harness.proxy.server.names import fresh_name
 from gyre_sdk.harness.proxy.upstream import Refused
 from gyre_sdk.journal import CallIntent
 
@@ -61,7 +61,7 @@ class Attempts:
             avoid=command.avoid,
             version=exchange.spans[-1].version if exchange.spans else None,
         )
-        request_id = f"{exchange.call}-{exchange.attempts}-{secrets.token_hex(4)}"
+        request_id = f"{exchange.call}-{exchange.attempts}-{fresh_name()[-8:]}"
         self._running = await self._fleet.find(need, request_id, self._patience)
         if self._running is None:
             return Unserved(self._patience)

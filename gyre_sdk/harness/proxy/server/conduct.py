@@ -93,7 +93,7 @@ class LiveCall(ModelCall):
         super().__init__(request, intent)
         self.exchange = exchange
         self.prompt = prompt
-        self.speech = Speech(template, request, intent.prompt_ids, exchange.call.removeprefix("c-"))
+        self.speech = Speech(template, request, prompt, exchange.call.removeprefix("c-"))
         self._services = services
         interval = 1 if request.stream else services.settings.gather
         self._attempts = Attempts(services.fleet, services.metrics, exchange, services.settings.patience, interval)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
@@ -23,6 +22,7 @@ from gyre_sdk.harness.proxy.server.budgets import Prices, Spent, room
 from gyre_sdk.harness.proxy.server.conduct import LiveCall, Services
 from gyre_sdk.harness.proxy.server.hosted_turns import prepare_hosted, revive_hosted
 from gyre_sdk.harness.proxy.server.model_call import OPEN, ModelCall
+from gyre_sdk.harness.proxy.server.names import fresh_name
 from gyre_sdk.harness.proxy.server.provider import Provider, wire_messages
 from gyre_sdk.harness.proxy.server.settings import HistoryPolicy, new_key
 from gyre_sdk.harness.proxy.server.speech import PROMPT_TAIL
@@ -254,7 +254,7 @@ def abort_orphan(services: Services, orphan: Orphan) -> None:
 
 def new_turn(request: ModelRequest) -> Turn:
     """Return a fresh turn."""
-    return Turn(request, secrets.token_hex(8), time.time())
+    return Turn(request, fresh_name(), time.time())
 
 
 def _continue(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import numpy as np
+
 from gyre_sdk.errors import RenderError
 from gyre_sdk.harness.proxy.answers import AnswerParser, PlainParser, Reparser, TextFlow, make_parser, pieces_of
 from gyre_sdk.harness.proxy.dialects import Answer, Delta, ModelRequest, Part, TokenText
@@ -15,6 +17,7 @@ from gyre_sdk.harness.proxy.render import Template
 log = logging.getLogger(__name__)
 PROMPT_TAIL = 8192
 """Tokens at the end of the prompt that tell whether thinking was opened there."""
+_NOTHING: Ids = np.empty(0, dtype=np.int32)
 
 
 class Speech:
@@ -34,7 +37,7 @@ class Speech:
         """Sampled tokens behind `deltas`."""
         self._template = template
         self._request = request
-        self._tail = prompt[-PROMPT_TAIL:]
+        self._tail: Ids = np.asarray(prompt[-PROMPT_TAIL:], dtype=np.int32)
         self._name = name
         self._parser: AnswerParser | None = None
         self._flow: TextFlow | None = None
@@ -60,7 +63,7 @@ class Speech:
         keep = self._request.sampling.extra.get("include_stop_str_in_output")
         self._rest = rest + parser.finish(None if keep else stop)
         self._parser = self._flow = None
-        self._tail = ()
+        self._tail = _NOTHING
         return parser.answer
 
     def release(self, tokens: int) -> None:
@@ -107,7 +110,7 @@ class Speech:
         return make_parser(
             template.tokenizer,
             format=template.format,
-            prompt_tail=[int(token) for token in self._tail],
+            prompt_tail=self._tail,
             tools=request.tools,
             name=self._name,
             stops=request.sampling.stop,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import secrets
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from gyre_sdk.harness.proxy.lanes.loading import load_classifier
 from gyre_sdk.harness.proxy.server.budgets import LIMIT_CODE, Limits, Spent, Usage, out_of_time
 from gyre_sdk.harness.proxy.server.hosted import spent_by
 from gyre_sdk.harness.proxy.server.model_call import OPEN, ModelCall
+from gyre_sdk.harness.proxy.server.names import fresh_name
 from gyre_sdk.harness.proxy.server.settings import ProxySettings
 from gyre_sdk.harness.proxy.server.shards import shard_of
 from gyre_sdk.harness.proxy.server.sorting import Sorter
@@ -315,14 +315,14 @@ def limits_of(record: RunRecord) -> Limits:
 def new_run_id(settings: ProxySettings) -> RunId:
     """Return the id of a fresh run, of this worker's shard."""
     while True:
-        run = RunId(f"r-{secrets.token_hex(8)}")
+        run = RunId(f"r-{fresh_name()}")
         if shard_of(run, settings.shards) == settings.shard:
             return run
 
 
 def new_lane_id() -> LaneId:
     """Return the id of a fresh lane."""
-    return LaneId(f"l-{secrets.token_hex(8)}")
+    return LaneId(f"l-{fresh_name()}")
 
 
 def key_digest(key: str) -> str:
