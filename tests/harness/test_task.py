@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gyre_sdk.errors import TaskError
-from gyre_sdk.harness.task import Artifact, Healthcheck, Step, Task
+from gyre_sdk.harness.task import Artifact, Healthcheck, Step, Task, contents
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "harbor-tasks"
 LOADS = {
@@ -272,10 +272,10 @@ def test_values_of_a_real_folder_of_several_steps():
     assert (task.workdir, task.env, task.network) == ("/app", {"GREETER_PROJECT": "hello-multi-step-full"}, "full")
     assert task.tags == ("multi-step", "demo", "bells-and-whistles", "comprehensive")
     step = task.at_step(1)
-    assert sorted(step.start_files()) == ["config.txt", "setup.sh"]
+    assert sorted(contents(task.steps[1].files)) == ["config.txt", "setup.sh"]
     assert sorted(step.test_files()) == ["expected.txt", "helpers.sh", "test.sh"]
     assert step.verifier_env == {"EXPECTED_NAME": "Harbor", "EXPECTED_GREETING": "Hello, Harbor!"}
-    assert step.healthcheck is not None and step.healthcheck.command == "test -x /app/greet.sh"
+    assert task.steps[1].healthcheck == Healthcheck(command="test -x /app/greet.sh", interval_s=1, timeout_s=5)
     assert "canary" not in step.instruction.lower() and list(step.solution_files()) == ["solve.sh"]
 
 
@@ -377,7 +377,7 @@ def test_a_step_is_a_task_of_its_own():
     )
     one, two = task.at_step(0), task.at_step(1)
     assert (one.instruction, two.instruction) == ("first", "second")
-    assert one.start_files() == {"a.txt": b"a"} and two.start_files() == {"in.txt": b"2"}
+    assert one.start_files() == {} and two.start_files() == {}
     assert one.test_files() == {"test.sh": b"1", "lib.sh": b"lib"}
     assert two.test_files() == {"test.sh": b"0", "lib.sh": b"lib", "more.sh": b"2"}
     assert (one.agent_timeout_s, two.agent_timeout_s) == (60, 5)

@@ -3,7 +3,7 @@
 Parts of the format that gyre cannot honour are refused by name rather than ignored. Three differences are deliberate: a
 folder that says nothing of the network gets none (the format's default is `public`), one that says nothing of its verifier's
 mode is evaluated in a fresh workspace made from what the agent left (the format's default is the agent's own), and `${VAR}` is
-refused: nothing of the host's environment enters a workspace.
+a value that the caller gives: nothing of the host's environment enters a workspace.
 
 One extension, `[metadata.gyre]`: `files = "environment/files"` names a folder whose contents are placed into the workspace at
 the start, so that many tasks can share one image; `user, pids, disk_mb, workdir, test_command, network, verifier_network,
@@ -41,7 +41,7 @@ _GYRE_KEYS = (
 )
 
 
-def load_folder(folder: Path) -> Task:
+def load_folder(folder: Path, variables: Mapping[str, str] | None = None) -> Task:
     """Read a Harbor task folder.
 
     Raises:
@@ -49,7 +49,7 @@ def load_folder(folder: Path) -> Task:
     """
     if not folder.is_dir():
         raise TaskError(f"{folder} is not a folder; give the path of a task folder (with task.toml, instruction.md)")
-    config = Table.read(folder / "task.toml")
+    config = Table.read(folder / "task.toml", variables)
     environment, agent, verifier = config.table("environment"), config.table("agent"), config.table("verifier")
     metadata, about = config.table("metadata"), config.table("task")
     gyre = metadata.table("gyre")

@@ -1,4 +1,4 @@
-"""Tasks: an instruction, an environment and a scorer. Pure; reading them from files is `harbor`, `rows` and `sets`."""
+"""Tasks: an instruction, an environment and a scorer. Reading them from files is `harbor`, `rows` and `sets`."""
 
 from __future__ import annotations
 
@@ -130,8 +130,11 @@ class Task:
                 raise TaskError(f"task {self.name!r}: {name}: {error}") from None
 
     @classmethod
-    def load(cls, folder: str | Path) -> Task:
+    def load(cls, folder: str | Path, *, variables: Mapping[str, str] | None = None) -> Task:
         """Read a Harbor task folder.
+
+        Args:
+            variables: values for `${NAME}` in it; the host's environment is never read.
 
         Raises:
             TaskError: something is missing, malformed or not supported; names the file, the value and what to do.
@@ -140,7 +143,7 @@ class Task:
             load_folder,
         )  # the loader builds tasks: importing it above would be a circle
 
-        return load_folder(Path(folder))
+        return load_folder(Path(folder), variables)
 
     def test_files(self) -> dict[str, bytes]:
         """Return the tests as relative path -> content; empty when a scorer evaluates."""
@@ -157,8 +160,10 @@ class Task:
     def at_step(self, number: int) -> Task:
         """Return one step as a task of its own: its instruction, tests over the task's, limits, solution.
 
+        It has no files and no health check: `prepare.begin_step` brings the step's into the workspace of the task.
+
         Args:
-            number: index of the step, from 0. The task's files belong to the first; its health check was for the start.
+            number: index of the step, from 0.
 
         Raises:
             TaskError: there is no such step.
@@ -170,10 +175,10 @@ class Task:
             self,
             instruction=step.instruction,
             steps=(),
-            files=(self.start_files() if number == 0 else {}) | contents(step.files),
+            files={},
             tests=self.test_files() | contents(step.tests) if self.scorer is None else None,
             solution=step.solution,
-            healthcheck=step.healthcheck,
+            healthcheck=None,
             artifacts=self.artifacts + step.artifacts,
             agent_timeout_s=step.agent_timeout_s or self.agent_timeout_s,
             verifier_timeout_s=step.verifier_timeout_s or self.verifier_timeout_s,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gyre_sdk.errors import TaskError
+
+VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?-([^}]*))?\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +23,18 @@ class Table:
     prefix: str
     """Dotted name of the table with a dot at the end; empty for the file's root."""
     values: Mapping[str, Any]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Values for `${NAME}`, given by the caller: the host's environment is never read."""
 
     @classmethod
-    def read(cls, file: Path) -> Table:
+    def read(cls, file: Path, variables: Mapping[str, str] | None = None) -> Table:
         """Return the root table of a file.
 
         Raises:
             TaskError: it is missing or no TOML.
         """
         try:
-            return cls(file, "", tomllib.loads(file.read_text("utf-8")))
+            return cls(file, "", tomllib.loads(file.read_text("utf-8")), variables or {})
         except FileNotFoundError:
             raise TaskError(
                 f"{file} is missing; a task folder has task.toml, instruction.md, environment/, tests/"
@@ -52,7 +57,7 @@ class Table:
         value = self.values.get(key, {})
         if not isinstance(value, dict):
             raise self.wrong(key, f"a table [{self.prefix}{key}]")
-        return Table(self.file, f"{self.prefix}{key}.", value)
+        return Table(self.file, f"{self.prefix}{key}.", value, self.variables)
 
     def tables(self, key: str) -> Iterator[Table]:
         """Yield the tables of an array of tables."""
@@ -60,7 +65,7 @@ class Table:
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             raise self.wrong(key, f"an array of tables [[{self.prefix}{key}]]")
         for number, item in enumerate(value):
-            yield Table(self.file, f"{self.prefix}{key}[{number}].", item)
+            yield Table(self.file, f"{self.prefix}{key}[{number}].", item, self.variables)
 
     def text(self, key: str) -> str | None:
         """Return a string."""
@@ -106,14 +111,27 @@ class Table:
         return float(value)
 
     def strings(self, key: str) -> dict[str, str]:
-        """Return a table of strings, none of which takes a value from the host."""
+        """Return a table of strings; `${NAME}` is the caller's variable, `${NAME:-default}` also the default."""
         table = self.table(key)
         for name, value in table.values.items():
             if not isinstance(value, str):
                 raise table.wrong(name, "a string")
-            if "${" in value:
-                raise table.wrong(name, "a literal: variables of the host are not passed into workspaces")
-        return dict(table.values)
+        return {name: table.resolved(name, value) for name, value in table.values.items()}
+
+    def resolved(self, key: str, text: str) -> str:
+        """Return a text with its variables replaced."""
+
+        def value(match: re.Match[str]) -> str:
+            name, default = match.groups()
+            if name not in self.variables and default is None:
+                raise self.wrong(
+                    key,
+                    f"a literal: variables of the host are not passed into workspaces; give {name} by name"
+                    f" (Task.load(folder, variables={{{name!r}: ...}}), or --set {name}=VALUE)",
+                )
+            return self.variables.get(name, default or "")
+
+        return VARIABLE.sub(value, text)
 
     def texts(self, key: str) -> tuple[str, ...]:
         """Return an array of strings."""
