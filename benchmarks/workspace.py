@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from gyre_sdk.harness.scoring import score
 from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace import DockerWorkspace, WorkspacePool, engine
-from gyre_sdk.harness.workspace.images import build_sandbox
+from gyre_sdk.harness.workspace.sandboxes import build_sandbox
 
 TASK = Task(
     instruction="x",

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 import pytest
 
 from gyre_sdk.harness.workspace import engine
-from gyre_sdk.harness.workspace.images import DEFAULT_IMAGE, build_sandbox
+from gyre_sdk.harness.workspace.images import DEFAULT_IMAGE
 from gyre_sdk.harness.workspace.reaper import owned
+from gyre_sdk.harness.workspace.sandboxes import build_sandbox
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ sys.path.insert(0, str(HERE))
 
 from gyre_sdk.errors import GyreError, WorkspaceError  # noqa: E402
 from gyre_sdk.harness.workspace.engine import answers, shared_client, start_private_engine  # noqa: E402
-from gyre_sdk.harness.workspace.images import build_sandbox  # noqa: E402
+from gyre_sdk.harness.workspace.sandboxes import build_sandbox  # noqa: E402
 from gyre_sdk.trainer.main import quiet_libraries  # noqa: E402
 from gyre_sdk.view import LiveView  # noqa: E402
 

@@ -26,7 +26,7 @@ def serve(context: typer.Context) -> None:
 
 def sandbox_list() -> None:
     """List the workspace images that can be built here."""
-    images: Any = importlib.import_module("gyre_sdk.harness.workspace.images")
+    images: Any = importlib.import_module("gyre_sdk.harness.workspace.sandboxes")
     names = sorted(path.parent.name for path in Path(images.SANDBOXES).glob("*/Dockerfile"))
     for name in names:
         typer.echo(name)
@@ -38,7 +38,7 @@ def sandbox_build(
     name: Annotated[str, typer.Argument(help="A sandbox that `gyre sandbox list` shows.", show_default=False)],
 ) -> None:
     """Build the image of a sandbox on the Docker engine."""
-    images: Any = importlib.import_module("gyre_sdk.harness.workspace.images")
+    images: Any = importlib.import_module("gyre_sdk.harness.workspace.sandboxes")
     image = images.build_sandbox(_engine(), name)
     typer.echo(f"built {image.name}")
 

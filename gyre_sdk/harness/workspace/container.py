@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import os
-import posixpath
 import socket
 import threading
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import docker
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound
-from docker.types import LogConfig, Ulimit
 
 from gyre_sdk.errors import WorkspaceError
 from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace import owner, reaper
 from gyre_sdk.harness.workspace.images import Image, image_missing
 
-SUPERVISOR_FOLDER = "/run/gyre"
-RECYCLED_FOLDERS = ("/tmp", "/logs", "/tests")
-"""Writable folders of a read-only container, besides the working directory."""
 _SLACK = 900.0
 """Seconds of lifetime beyond the agent's and the verifier's limits (retries, queues)."""
 _starts = threading.BoundedSemaphore(2 * (os.cpu_count() or 1))
@@ -30,39 +26,6 @@ _starts = threading.BoundedSemaphore(2 * (os.cpu_count() or 1))
 def lifetime(task: Task) -> float:
     """Return how long a container for this task may live, seconds."""
     return (task.agent_timeout_s or 6 * 3600.0) + 3 * task.verifier_timeout_s + _SLACK
-
-
-def host_config(client: docker.DockerClient, task: Task, *, uid: str, workdir: str, read_only: bool) -> dict[str, Any]:
-    """Return the engine's limits for a task: no capability, no network, no new privileges, bounded everything."""
-    numeric = [part for part in uid.split(":") if part.isdigit()]
-    whose = f"uid={numeric[0]},gid={numeric[-1]},mode=755" if numeric else "mode=1777"
-    size = f"size={task.disk_mb or max(64, task.memory_mb // 2)}m"
-    tmpfs = {
-        SUPERVISOR_FOLDER: "rw,size=64m,mode=1777",
-        "/logs": f"rw,{whose},{size}",
-        "/tests": f"rw,exec,{whose},{size}",
-    }
-    if read_only or task.disk_mb:
-        tmpfs[workdir] = f"rw,exec,{whose},{size}"
-    if read_only:
-        tmpfs["/tmp"] = f"rw,exec,mode=1777,{size}"
-    config: dict[str, Any] = client.api.create_host_config(
-        network_mode=task.network,
-        init=True,
-        cap_drop=["ALL"],
-        security_opt=["no-new-privileges"],
-        pids_limit=task.pids,
-        mem_limit=f"{task.memory_mb}m",
-        memswap_limit=f"{task.memory_mb}m",
-        nano_cpus=int(min(task.cpus, os.cpu_count() or 1) * 1e9),
-        read_only=read_only,
-        ipc_mode="none" if read_only else None,
-        tmpfs=tmpfs,
-        auto_remove=True,
-        log_config=LogConfig(type="none"),
-        ulimits=[Ulimit(name="nofile", soft=4096, hard=8192), Ulimit(name="core", soft=0, hard=0)],
-    )
-    return config
 
 
 class Container:
@@ -75,33 +38,45 @@ class Container:
         self,
         client: docker.DockerClient,
         image: Image,
-        task: Task,
+        settings: Mapping[str, Any],
         *,
         run: str,
-        uid: str,
         workdir: str,
-        read_only: bool = False,
-        ttl_s: float | None = None,
+        ttl_s: float,
+        prepare: Callable[[str], None],
     ) -> None:
+        """Create and start a container.
+
+        Args:
+            settings: the engine's limits, see `hardening.host_settings`.
+            run: id of the run, for the labels.
+            ttl_s: seconds that it may live.
+            prepare: called with the container's id once it is created, before it starts.
+
+        Raises:
+            ImageMissing, WorkspaceError: it cannot be started.
+        """
         self.client = client
-        self.ttl_s = ttl_s or lifetime(task)
+        self.ttl_s = ttl_s
         self.deadline = time.time() + self.ttl_s
         self.workdir = workdir
         self._started = time.time()
         self.id = ""
+        name = owner.container_name()
         try:
             with _starts:
                 self.id = client.api.create_container(
                     image.id,
-                    command=["sleep", str(max(1, int(self.ttl_s)))],
+                    name=name,
+                    entrypoint=["sleep"],
+                    command=[str(max(1, int(self.ttl_s)))],
                     user="0:0",
                     working_dir=workdir,
-                    host_config=host_config(client, task, uid=uid, workdir=workdir, read_only=read_only),
-                    labels=owner.labels(owner.me(), run=run, deadline=self.deadline),
+                    host_config=client.api.create_host_config(**settings),
+                    labels=owner.labels(owner.me(), run=run, deadline=self.deadline, name=name),
                 )["Id"]
                 reaper.watch(id(self), self.remove)
-                if not read_only and not task.disk_mb:
-                    self._give_workdir(image, uid)
+                prepare(self.id)
                 client.api.start(self.id)
         except ImageNotFound as error:
             raise image_missing(image.name) from error
@@ -111,15 +86,6 @@ class Container:
         except BaseException:
             self.remove()
             raise
-
-    def _give_workdir(self, image: Image, uid: str) -> None:
-        """Make the working directory and what the image has there the user's, without running anything inside."""
-        numbers = uid.split(":")
-        if not numbers[0].isdigit():
-            return
-        archive = image.workdir_for(self.client, self.workdir, int(numbers[0]), int(numbers[-1]))
-        if archive is not None:
-            self.client.api.put_archive(self.id, posixpath.dirname(self.workdir), archive)
 
     def attach(self, argv: list[str], *, user: str) -> socket.socket:
         """Start a process inside and return the socket of its three streams.

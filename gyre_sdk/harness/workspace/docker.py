@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-import shlex
+import os
+import posixpath
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from gyre_sdk.errors import WorkspaceError
 from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace.channel import SocketChannel
-from gyre_sdk.harness.workspace.container import SUPERVISOR_FOLDER, Container, NotAttached, release
-from gyre_sdk.harness.workspace.images import SHELL_LABEL, ensure_image
+from gyre_sdk.harness.workspace.container import Container, NotAttached, lifetime, release
+from gyre_sdk.harness.workspace.copying import Copying
+from gyre_sdk.harness.workspace.hardening import (
+    SUPERVISOR_FOLDER,
+    Phase,
+    host_settings,
+    is_root,
+    memory_folders,
+    user_of,
+)
+from gyre_sdk.harness.workspace.images import MEMORY, SHELL_LABEL, phase_image
 from gyre_sdk.harness.workspace.output import OUTPUT_LIMIT
+from gyre_sdk.harness.workspace.overlay import NotHere
+from gyre_sdk.harness.workspace.owner import RUN
+from gyre_sdk.harness.workspace.recycling import cleaning
+from gyre_sdk.harness.workspace.snapshots import KEPT_S, WORKDIR_OWNER, remove, take
 from gyre_sdk.harness.workspace.supervised import SupervisedWorkspace
 from gyre_sdk.harness.workspace.supervisor import Supervisor, SupervisorLost, arguments, fresh_nonce
 
@@ -21,6 +36,14 @@ if TYPE_CHECKING:
 
 class DockerWorkspace(SupervisedWorkspace):
     """Runs commands in one container, removed by `close`, at exit, by signals, and after its lifetime.
+
+    Args:
+        run_id: goes into the container's labels.
+        ttl_s: seconds that it may live; None is what the task's limits need.
+        read_only: see `Task.read_only`, for a task that does not say it itself.
+        snapshot: start from what `snapshot` gave, instead of the task's image and files.
+        phase: whose workspace it is; the verifier has an image, a user and a network of its own.
+        env: variables of every command besides the task's.
 
     Raises:
         ImageMissing, WorkspaceError: it cannot be started.
@@ -35,44 +58,145 @@ class DockerWorkspace(SupervisedWorkspace):
         ttl_s: float | None = None,
         output_limit: int = OUTPUT_LIMIT,
         read_only: bool = False,
+        snapshot: str | None = None,
+        phase: Phase = "agent",
+        env: Mapping[str, str] | None = None,
+        copying: Copying | None = None,
     ) -> None:
-        image = ensure_image(client, task)
-        user = task.user or image.user
+        image = copying.image if copying else phase_image(client, task, snapshot, phase)
+        user = user_of(task, phase, image.user)
         workdir = task.workdir or image.workdir
-        env = dict(task.env)
-        if not _is_root(user):
-            env.setdefault("HOME", workdir)
+        variables = {**task.env, **(env or {})}
+        if not is_root(user):
+            variables.setdefault("HOME", workdir)
+        uid = "0:0" if is_root(user) else user
+        read_only = read_only or task.read_only
+        self.task, self.phase, self.run_id, self.image = task, phase, run_id, image
+        self._memory = memory_folders(task, uid=uid, workdir=workdir, read_only=read_only)
+        self._uid = uid
+        self._options: dict[str, Any] = {
+            "read_only": read_only,
+            "phase": phase,
+            "env": env,
+            "output_limit": output_limit,
+        }
+        self._basis: str | None = None
+        network = task.network if phase == "agent" else task.verifier_network
         container = Container(
-            client, image, task, run=run_id, uid=_ids(user), workdir=workdir, read_only=read_only, ttl_s=ttl_s
+            client,
+            image,
+            host_settings(
+                task, network=network, memory=self._memory, read_only=read_only, cpus_there=os.cpu_count() or 1
+            ),
+            run=run_id,
+            workdir=workdir,
+            ttl_s=ttl_s or lifetime(task),
+            prepare=copying.before_start if copying else lambda id: self._give_workdir(client, id, uid, workdir),
         )
-        super().__init__(container.id[:12], workdir=workdir, user=user, env=env, output_limit=output_limit)
+        super().__init__(container.id[:12], workdir=workdir, user=user, env=variables, output_limit=output_limit)
         self.container = container
-        self.image = image
-        self._in_memory = read_only or task.disk_mb is not None
         try:
+            if copying is not None:
+                copying.after_start(container.id)
             self._supervisor(self.user)
-            self._furnish(task)
+            if copying is None:
+                self._restore()
+                if snapshot is None:
+                    self._furnish(task)
         except BaseException:
             self.close()
             raise
+
+    def _give_workdir(self, client: docker.DockerClient, container: str, uid: str, workdir: str) -> None:
+        """Make the working directory and what the image has there the user's, without running anything inside."""
+        numbers = uid.split(":")
+        if workdir in self._memory or not numbers[0].isdigit():
+            return
+        if self.image.labels.get(WORKDIR_OWNER) == f"{uid} {workdir}":
+            return
+        archive = self.image.workdir_for(client, workdir, int(numbers[0]), int(numbers[-1]))
+        if archive is not None:
+            client.api.put_archive(container, posixpath.dirname(workdir), archive)
+
+    # -- snapshots -----------------------------------------------------------------------------------------------
+
+    def snapshot(self, *, keep: bool = False, ttl_s: float | None = None) -> str:
+        """Make an image of every file of the workspace; processes are not kept. Returns its name on the engine.
+
+        Commands that run meanwhile are halted for that time where the engine is on this machine; elsewhere call
+        `kill_all` first.
+
+        Args:
+            keep: it outlives this process. Otherwise it is swept once this process is dead.
+            ttl_s: seconds after which it is swept; None is a week for one that is kept, else the workspace's lifetime.
+
+        Raises:
+            WorkspaceUnavailable: the workspace is dead.
+            WorkspaceError: it holds too much, or the engine refused.
+        """
+        with self._lock:
+            self._alive()
+        ttl_s = ttl_s or (KEPT_S if keep else self.container.ttl_s)
+        try:
+            return take(
+                self.container.client,
+                self.container.id,
+                self.image,
+                user=self.user,
+                folders=[folder for folder in self._memory if folder != SUPERVISOR_FOLDER],
+                labels={RUN: self.run_id, WORKDIR_OWNER: f"{self._uid} {self.workdir}"},
+                deadline=time.time() + ttl_s,
+                keep=keep,
+                read_only=self._options["read_only"],
+            )
+        except WorkspaceError as error:
+            self._check(str(error))
+            raise
+
+    def fork(self) -> DockerWorkspace:
+        """Open another workspace with the same files, of which each then changes its own. Processes are not copied.
+
+        Raises:
+            WorkspaceUnavailable: the workspace is dead.
+            WorkspaceError: it holds too much, or no other can be started.
+        """
+        with self._lock:
+            self._alive()
+        client = self.container.client
+        try:
+            with Copying(client, self.container.id, self.image, list(self._memory)) as copying:
+                return self._another(copying=copying)
+        except NotHere:
+            pass
+        basis = self.snapshot()
+        try:
+            forked = self._another(snapshot=basis)
+        except BaseException:
+            remove(client, basis)
+            raise
+        forked._basis = basis
+        return forked
+
+    def _another(self, **how: Any) -> DockerWorkspace:
+        return DockerWorkspace(self.task, self.container.client, run_id=self.run_id, **self._options, **how)
+
+    # -- runs one after the other ----------------------------------------------------------------------------------
 
     @property
     def nearly_over(self) -> bool:
         """Whether its lifetime has less than a third left."""
         return self.container.deadline - time.time() < self.container.ttl_s / 3
 
-    def begin(self, task: Task) -> None:
+    def begin(self, task: Task, run_id: str) -> None:
         """Start another run in a workspace that `pool.recycle` made clean."""
         self._env = dict(task.env)
         self._env.setdefault("HOME", self.workdir)
+        self.task, self.run_id = task, run_id
+        self._restore()
         self._furnish(task)
 
     def _furnish(self, task: Task) -> None:
-        """Place what the image has at the working directory (hidden by the memory there), then the task's files."""
-        if self._in_memory:
-            content = self.image.workdir_content(self.container.client, self.workdir)
-            if content is not None:
-                self._place(self._supervisor(self.user), self.workdir.rpartition("/")[0] or "/", content)
+        """Place the task's files."""
         files = task.start_files()
         inside = {path: data for path, data in files.items() if not path.startswith("/")}
         if inside:
@@ -81,6 +205,16 @@ class DockerWorkspace(SupervisedWorkspace):
             if path not in inside:
                 self.write(path, data, mode=0o755 if data.startswith(b"#!") else 0o644)
 
+    def _restore(self) -> None:
+        """Place what the image has at folders that memory hides: the working directory, and what a snapshot had there."""
+        kept = {self.workdir, *self.image.labels.get(MEMORY, "").split()}
+        if self.phase == "verifier":
+            kept -= {"/tests", "/logs/verifier"}  # what the agent put there is not for the evaluation
+        for folder in sorted(kept & self._memory.keys()):
+            content = self.image.content(self.container.client, folder)
+            if content is not None:
+                self._place(self._supervisor(self.user), posixpath.dirname(folder), content)
+
     def _start_supervisor(self, user: str, keep: str) -> Supervisor:
         nonce = fresh_nonce()
         folder = f"{SUPERVISOR_FOLDER}/{nonce}"
@@ -88,7 +222,7 @@ class DockerWorkspace(SupervisedWorkspace):
             nonce,
             folder,
             half_cap=self._output_limit // 2,
-            how="loop" if _is_root(user) else "user",
+            how="loop" if is_root(user) else "user",
             keep=keep,
             workspace=self.id,
             shell=(guarded, "sh") if (guarded := self.image.labels.get(SHELL_LABEL)) else ("sh",),
@@ -104,6 +238,9 @@ class DockerWorkspace(SupervisedWorkspace):
 
     def _remove(self) -> None:
         self.container.remove()
+        if self._basis is not None:
+            remove(self.container.client, self._basis)
+            self._basis = None
 
     def describe(self) -> str:
         """Say what this workspace is."""
@@ -116,47 +253,13 @@ class DockerWorkspace(SupervisedWorkspace):
             WorkspaceError: something of the last run may be left; the workspace must not be used again.
         """
         self.kill_all()
-        names = " ".join(shlex.quote(folder) for folder in folders)
-        status, lines = self._ask(f"f0={SUPERVISOR_FOLDER}\nset -- {names}\n{_CLEAN}")
+        status, lines = self._ask(cleaning(folders))
         if status != 0 or lines:
             found = b" ".join(lines).decode(errors="replace")[:300]
             raise WorkspaceError(f"workspace {self.id} keeps state of its last run: {found}")
-
-
-_CLEAN = r"""
-clean() {
-  for f; do
-    chmod 755 "$f" 2>/dev/null || [ -k "$f" ] || { echo "mode $f"; return 1; }
-    find "$f" -mindepth 1 -delete 2>/dev/null || { chmod -R u+rwX "$f"; rm -rf "$f"/* "$f"/.[!.]* "$f"/..?*; } 2>/dev/null
-    for x in "$f"/* "$f"/.[!.]* "$f"/..?*; do
-      { [ -e "$x" ] || [ -L "$x" ]; } && { echo "file $x"; return 1; }
-    done
-  done
-  for x in "$f0"/*; do [ "$x" = "$D" ] || rm -rf "$x" 2>/dev/null || { echo "file $x"; return 1; }; done
-  for x in "$D"/* /dev/mqueue/* /dev/shm/*; do
-    case $x in "$D"/*) rm -rf "$x";; esac
-    [ -e "$x" ] && { echo "file $x"; return 1; }
-  done
-  for x in shm msg sem; do
-    { IFS= read -r row; IFS= read -r row && { echo "ipc $x"; return 1; }; } </proc/sysvipc/$x
-  done
-  others
-  [ -z "$left" ] || { echo "processes $left"; return 1; }
-  [ "$STATE" = "$(state 2>/dev/null)" ] || { echo "limits of the supervisor"; return 1; }
-}
-clean "$@"
-"""
 
 
 class _Attached(SocketChannel):
     def close(self) -> None:
         super().close()
         release(self._socket)
-
-
-def _is_root(user: str) -> bool:
-    return user.partition(":")[0] in ("0", "root", "")
-
-
-def _ids(user: str) -> str:
-    return "0:0" if _is_root(user) else user

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import posixpath
 import re
-import shutil
-import subprocess
 import tarfile
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +20,19 @@ from docker.errors import DockerException, ImageNotFound, NotFound
 
 from gyre_sdk.errors import ImageMissing, WorkspaceError
 from gyre_sdk.harness.task import Task
+from gyre_sdk.harness.workspace import owner
 
 DEFAULT_IMAGE = "gyre/base"
-SANDBOXES = Path(__file__).parents[3] / "sandboxes"
-"""One folder per sandbox image, in a checkout of gyre."""
 USER_LABEL = "gyre.user"
+SNAPSHOT = "gyre.snapshot"
+"""Label with the name of a snapshot."""
+MEMORY = "gyre.memory"
+"""Label of a snapshot that names the folders whose content was in memory."""
 SHELL_LABEL = "gyre.supervisor"
 """Label that names a busybox which users can run but not read, for the supervisor."""
 _building: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 _FROM = re.compile(r"^\s*FROM\s+(?:--\S+\s+)*(\S+)", re.IGNORECASE | re.MULTILINE)
-_workdirs: dict[tuple[str, str], bytes | None] = {}
+_contents: dict[tuple[str, str], bytes | None] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +47,24 @@ class Image:
     """Its own working directory, or `/workspace`."""
     labels: Mapping[str, str] = field(default_factory=dict)
 
-    def workdir_content(self, client: docker.DockerClient, workdir: str) -> bytes | None:
-        """Return what the image has at `workdir` as a tar whose first entry is that folder, or None when it has none."""
-        key = (self.id, workdir)
-        with _building[f"workdir {self.id}"]:
-            if key not in _workdirs:
-                _workdirs[key] = _read_folder(client, self.id, workdir)
-            return _workdirs[key]
+    @property
+    def passing(self) -> bool:
+        """Whether it is a snapshot, used once or twice: what it holds is not worth remembering."""
+        return SNAPSHOT in self.labels
+
+    def content(self, client: docker.DockerClient, folder: str) -> bytes | None:
+        """Return what the image has at `folder` as a tar whose first entry is that folder, or None when it has none."""
+        if self.passing:
+            return read_folder(client, self.id, folder)
+        key = (self.id, folder)
+        with _building[f"folder {self.id}"]:
+            if key not in _contents:
+                _contents[key] = read_folder(client, self.id, folder)
+            return _contents[key]
 
     def workdir_for(self, client: docker.DockerClient, workdir: str, uid: int, gid: int) -> bytes | None:
         """Return the tar that makes `workdir` (created when absent) uid:gid's, or None when it is already."""
-        found = self.workdir_content(client, workdir)
+        found = self.content(client, workdir)
         if found is not None:
             return owned_tar(found, uid, gid)
         out = io.BytesIO()
@@ -85,77 +92,35 @@ def ensure_image(client: docker.DockerClient, task: Task) -> Image:
     if task.dockerfile is not None:
         return _built(client, task.dockerfile, task.build_timeout_s)
     name = task.image or DEFAULT_IMAGE
-    found = _inspect(client, name)
+    found = find_image(client, name)
     if found is None:
         raise image_missing(name)
     return found
 
 
-def build_sandbox(client: docker.DockerClient, name: str, *, folder: Path = SANDBOXES) -> Image:
-    """Build the image `gyre/<name>` from `sandboxes/<name>`, and run its smoke test.
-
-    `base` gets its root file system from the busybox of this machine: no registry is needed.
+def phase_image(client: docker.DockerClient, task: Task, snapshot: str | None, phase: str) -> Image:
+    """Return the image that a workspace starts from: a snapshot, else the verifier's own in its phase, else the task's.
 
     Raises:
-        WorkspaceError: no such sandbox, busybox is missing, or the build or the smoke test failed.
+        ImageMissing: it is not present.
+        WorkspaceError: a build failed.
     """
-    place = folder / name
-    if not (place / "Dockerfile").is_file():
-        known = sorted(path.parent.name for path in folder.glob("*/Dockerfile"))
-        raise WorkspaceError(f"{place / 'Dockerfile'} does not exist; sandboxes here: {', '.join(known) or 'none'}")
-    extra = {"rootfs.tar": base_rootfs()} if name == "base" else {}
-    _build(client, _context(place, extra), f"gyre/{name}", 600.0)
-    found = _inspect(client, f"gyre/{name}")
-    if found is None:
-        raise image_missing(f"gyre/{name}")
-    return found
+    if snapshot is not None:
+        found = find_image(client, snapshot)
+        if found is None:
+            raise ImageMissing(f"snapshot {snapshot!r} is not on the engine: it was removed, or its time was over")
+        return found
+    if phase == "verifier" and (task.verifier_image or task.verifier_dockerfile):
+        task = replace(task, image=task.verifier_image, dockerfile=task.verifier_dockerfile)
+    return ensure_image(client, task)
 
 
-def base_rootfs() -> bytes:
-    """Return a root file system, as a tar, made of this machine's static busybox.
+def find_image(client: docker.DockerClient, name: str) -> Image | None:
+    """Return an image by name or id, or None when the engine does not have it.
 
     Raises:
-        WorkspaceError: there is none.
+        WorkspaceError: the engine does not answer.
     """
-    busybox = shutil.which("busybox", path=f"{os.environ.get('PATH', '')}:/bin:/usr/bin")
-    advice = "install it: apt-get install busybox-static"
-    if busybox is None:
-        raise WorkspaceError(f"busybox is not installed; {advice}")
-    content = Path(busybox).read_bytes()
-    if b"ld-linux" in content[:4096] or b"ld-musl" in content[:4096]:
-        raise WorkspaceError(f"{busybox} is not static; {advice}")
-    applets = subprocess.run([busybox, "--list"], capture_output=True, text=True, check=True).stdout.split()
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as archive:
-
-        def add(path: str, mode: int, *, data: bytes | None = None, link: str = "", uid: int = 0) -> None:
-            entry = tarfile.TarInfo(path)
-            entry.mode, entry.uid, entry.gid = mode, uid, uid
-            if link:
-                entry.type, entry.linkname = tarfile.SYMTYPE, link
-            elif data is None:
-                entry.type = tarfile.DIRTYPE
-            else:
-                entry.size = len(data)
-            archive.addfile(entry, io.BytesIO(data) if data is not None else None)
-
-        for path in ("bin", "dev", "etc", "proc", "run", "sys", "usr", "usr/bin", "var", "logs", "tests"):
-            add(path, 0o755)
-        add("root", 0o700)
-        add("tmp", 0o1777)
-        add("workspace", 0o755, uid=1000)
-        add("bin/busybox", 0o755, data=content)
-        add("bin/busybox-supervisor", 0o711, data=content)
-        for applet in applets:
-            if applet != "busybox":
-                add(f"bin/{applet}", 0o777, link="busybox")
-        add("usr/bin/env", 0o777, link="/bin/busybox")
-        add("etc/passwd", 0o644, data=b"root:x:0:0:root:/root:/bin/sh\nagent:x:1000:1000:agent:/workspace:/bin/sh\n")
-        add("etc/group", 0o644, data=b"root:x:0:\nagent:x:1000:\n")
-    return out.getvalue()
-
-
-def _inspect(client: docker.DockerClient, name: str) -> Image | None:
     try:
         found: dict[str, Any] = client.api.inspect_image(name)
     except (ImageNotFound, NotFound):
@@ -174,10 +139,10 @@ def _built(client: docker.DockerClient, context: Path, timeout: float) -> Image:
         raise WorkspaceError(f"{dockerfile} does not exist; write it, or name an image")
     tag = f"gyre/task:{_digest(client, context)}"
     with _building[tag]:
-        found = _inspect(client, tag)
+        found = find_image(client, tag)
         if found is None:
-            _build(client, _context(context, {}), tag, timeout)
-            found = _inspect(client, tag)
+            build(client, context_of(context, {}), tag, timeout)
+            found = find_image(client, tag)
         if found is None:
             raise image_missing(tag)
         return found
@@ -191,12 +156,13 @@ def _digest(client: docker.DockerClient, context: Path) -> str:
             digest.update(f"{path.relative_to(context)}\0{path.stat().st_mode & 0o111}\0".encode())
             digest.update(hashlib.sha256(path.read_bytes()).digest())
     for base in _FROM.findall((context / "Dockerfile").read_text(errors="replace")):
-        found = _inspect(client, base) if base != "scratch" and "$" not in base else None
+        found = find_image(client, base) if base != "scratch" and "$" not in base else None
         digest.update(f"{base}={found.id if found else ''}\0".encode())
     return digest.hexdigest()[:24]
 
 
-def _context(folder: Path, extra: Mapping[str, bytes]) -> bytes:
+def context_of(folder: Path, extra: Mapping[str, bytes]) -> bytes:
+    """Return a folder and further files (path -> content) as a build context."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as archive:
         for path in sorted(folder.rglob("*")):
@@ -208,8 +174,12 @@ def _context(folder: Path, extra: Mapping[str, bytes]) -> bytes:
     return out.getvalue()
 
 
-def _build(client: docker.DockerClient, context: bytes, tag: str, timeout: float) -> None:
-    """Build with the classic builder, leaving no intermediate container."""
+def build(client: docker.DockerClient, context: bytes, tag: str, timeout: float) -> None:
+    """Build a context (a tar) with the classic builder, leaving no intermediate container.
+
+    Raises:
+        WorkspaceError: it failed, or took more than `timeout` seconds.
+    """
     deadline = time.monotonic() + timeout
     lines: list[str] = []
     try:
@@ -234,8 +204,11 @@ def _build(client: docker.DockerClient, context: bytes, tag: str, timeout: float
         raise WorkspaceError(f"image {tag!r} cannot be built: {error}") from error
 
 
-def _read_folder(client: docker.DockerClient, image: str, path: str) -> bytes | None:
-    container = client.api.create_container(image, command=["true"], labels={"gyre.probe": "workdir"})["Id"]
+def read_folder(client: docker.DockerClient, image: str, path: str) -> bytes | None:
+    """Return what an image has at `path` as a tar whose first entry is that folder, or None when it has nothing there."""
+    name = owner.container_name()
+    labels = owner.labels(owner.me(), run="", deadline=time.time() + 600, name=name)
+    container = client.api.create_container(image, command=["true"], name=name, labels=labels)["Id"]
     try:
         stream, _ = client.api.get_archive(container, path)
         return b"".join(stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from pathlib import Path
 
 RUN, OWNER, PID, START = "gyre.run", "gyre.owner", "gyre.owner_pid", "gyre.owner_start"
 BOOT, NAMESPACE, DEADLINE = "gyre.boot_id", "gyre.pid_namespace", "gyre.deadline"
+NAME = "gyre.name"
+"""Label that repeats the container's name: a container that somebody makes from a snapshot inherits labels, but not its name."""
 _GRACE = 60.0
 """Seconds past its deadline after which a container is stale, whoever owns it."""
 
@@ -37,9 +40,15 @@ def _owner(pid: int) -> Owner:
     return Owner(pid, _start_time(pid) or "0", _boot_id(), _namespace())
 
 
-def labels(owner: Owner, *, run: str, deadline: float) -> dict[str, str]:
+def container_name() -> str:
+    """Return a name for a container that no other has."""
+    return f"gyre-{secrets.token_hex(6)}"
+
+
+def labels(owner: Owner, *, run: str, deadline: float, name: str = "") -> dict[str, str]:
     """Return a container's labels; `deadline` in seconds since the epoch."""
     return {
+        NAME: name,
         RUN: run,
         OWNER: f"{owner.pid}:{owner.start}",
         PID: str(owner.pid),

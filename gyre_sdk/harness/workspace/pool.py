@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Literal
 from gyre_sdk.errors import WorkspaceError, WorkspaceUnavailable
 from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace.choice import choose
-from gyre_sdk.harness.workspace.container import RECYCLED_FOLDERS
 from gyre_sdk.harness.workspace.docker import DockerWorkspace
 from gyre_sdk.harness.workspace.engine import shared_client
 from gyre_sdk.harness.workspace.images import ensure_image
 from gyre_sdk.harness.workspace.local import LocalWorkspace
+from gyre_sdk.harness.workspace.recycling import RECYCLED_FOLDERS
 from gyre_sdk.records import ExecResult
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class WorkspacePool:
         engine: str | None = None,
     ) -> None:
         self.kind, self._reason = choose(kind, engine)
+        self.engine = engine
         self._client: docker.DockerClient | None = shared_client(engine) if self.kind == "docker" else None
         self._recycle = recycle and self.kind == "docker"
         self._idle_limit = idle
@@ -112,12 +113,14 @@ class WorkspacePool:
         key: Key = (image.id, user, task.workdir, task.cpus, task.memory_mb, task.pids, task.disk_mb)
         while (ready := self._pop(key)) is not None:
             try:
-                ready.begin(task)
+                ready.begin(task, run_id)
                 return key, ready
             except WorkspaceError:
                 self._discard(ready)
         self.started += 1
-        return key, DockerWorkspace(task, self._client, run_id="pool", read_only=True, ttl_s=self._ttl_s)
+        started = DockerWorkspace(task, self._client, run_id="pool", read_only=True, ttl_s=self._ttl_s)
+        started.run_id = run_id
+        return key, started
 
     def _pop(self, key: Key) -> DockerWorkspace | None:
         """Return an idle workspace, waiting for one that is being cleaned: faster than a start."""
@@ -259,6 +262,20 @@ class PooledWorkspace:
     def kill_all(self) -> None:
         """See `ports.Workspace`."""
         self.inner.kill_all()
+
+    def snapshot(self, *, keep: bool = False, ttl_s: float | None = None) -> str:
+        """See `DockerWorkspace.snapshot`."""
+        return self._in_docker().snapshot(keep=keep, ttl_s=ttl_s)
+
+    def fork(self) -> DockerWorkspace:
+        """See `DockerWorkspace.fork`: what it gives is its own, not the pool's."""
+        return self._in_docker().fork()
+
+    def _in_docker(self) -> DockerWorkspace:
+        inner = self.inner
+        if not isinstance(inner, DockerWorkspace):
+            raise WorkspaceError(f"{inner.describe()} has no snapshots; use a pool with kind='docker'")
+        return inner
 
     def close(self) -> None:
         """Give the workspace back. Idempotent."""

@@ -12,7 +12,7 @@ from types import FrameType
 import docker
 from docker.errors import APIError, DockerException, NotFound
 
-from gyre_sdk.harness.workspace.owner import RUN, is_stale, me
+from gyre_sdk.harness.workspace.owner import NAME, RUN, is_stale, me
 
 _open: dict[int, Callable[[], None]] = {}
 _lock = threading.RLock()
@@ -84,7 +84,8 @@ def sweep(client: docker.DockerClient) -> list[str]:
     """
     removed = []
     for found in client.api.containers(all=True, filters={"label": RUN}):
-        if is_stale(found.get("Labels") or {}):
+        labels = found.get("Labels") or {}
+        if f"/{labels.get(NAME)}" in (found.get("Names") or []) and is_stale(labels):
             remove(client, found["Id"])
             removed.append(found["Id"])
     return removed

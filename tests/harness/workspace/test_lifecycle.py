@@ -23,8 +23,9 @@ from gyre_sdk.harness.workspace import (
     sweep,
     sweep_local,
 )
-from gyre_sdk.harness.workspace.images import SANDBOXES, build_sandbox, ensure_image
+from gyre_sdk.harness.workspace.images import ensure_image
 from gyre_sdk.harness.workspace.isolation import best_isolation
+from gyre_sdk.harness.workspace.sandboxes import SANDBOXES, build_sandbox
 
 pytestmark = pytest.mark.docker
 

@@ -1,0 +1,74 @@
+"""Copying one container's files into another that is about to start: a fork without an image in between."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import docker
+from docker.errors import DockerException
+
+from gyre_sdk.harness.workspace import memory
+from gyre_sdk.harness.workspace.hardening import SUPERVISOR_FOLDER
+from gyre_sdk.harness.workspace.images import Image
+from gyre_sdk.harness.workspace.overlay import NotHere, copy_tree, folder_of, upper_folder
+from gyre_sdk.harness.workspace.snapshots import paused
+
+
+class Copying:
+    """One fork under way. The source's processes are halted from `before_start` until all is copied.
+
+    An overlay file system must not be changed below while it is mounted, so what the source changed of its image is copied
+    into the other container's own layer before that starts; what is in memory is copied after.
+    """
+
+    def __init__(self, client: docker.DockerClient, source: str, image: Image, folders: Iterable[str]) -> None:
+        """Prepare to copy from the container `source`, made from `image`, with `folders` in memory.
+
+        Raises:
+            NotHere: this machine cannot; see `overlay`.
+        """
+        upper = upper_folder(client, source)
+        if upper is None:
+            raise NotHere("the engine is elsewhere, or stores otherwise")
+        self.image = image
+        self._client, self._source, self._folders = client, source, [one for one in folders if one != SUPERVISOR_FOLDER]
+        self._upper: Path = upper
+        self._halted = ExitStack()
+        self._pid = 0
+        self._held: list[str] = []
+
+    def before_start(self, container: str) -> None:
+        """Copy the source's layer into that of a container that was created, not started."""
+        target = upper_folder(self._client, container)
+        if target is None:
+            raise NotHere("the layer of the new container cannot be reached")
+        self._halted.enter_context(paused(self._client, self._source))
+        self._pid = memory.pid_of(self._client, self._source)
+        self._held = memory.filled(self._pid, self._folders)
+        copy_tree(self._upper, target)
+        if not self._held:
+            self._halted.close()
+
+    def after_start(self, container: str) -> None:
+        """Copy what the source holds in memory into the started container."""
+        started = memory.pid_of(self._client, container)
+        if self._held:
+            memory.copy(self._pid, started, self._held)
+        self._halted.close()
+        with folder_of(started, SUPERVISOR_FOLDER) as folder:
+            os.fchmod(folder, 0o1777)  # mounted on a folder that the source left there, memory takes that folder's mode
+
+    def __enter__(self) -> Copying:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._halted.close()
+        except DockerException:  # the source died meanwhile: its next use says so
+            pass

@@ -1,0 +1,40 @@
+"""What a container must be rid of before another run gets it; run by its supervisor, see the module `pool`."""
+
+from __future__ import annotations
+
+import shlex
+
+from gyre_sdk.harness.workspace.hardening import SUPERVISOR_FOLDER
+
+RECYCLED_FOLDERS = ("/tmp", "/logs", "/tests")
+"""Writable folders of a read-only container, besides the working directory."""
+
+
+def cleaning(folders: tuple[str, ...]) -> str:
+    """Return shell code that empties `folders` (mounts of their own) and names whatever else is left, with a status above 0."""
+    return f"f0={SUPERVISOR_FOLDER}\nset -- {' '.join(shlex.quote(folder) for folder in folders)}\n{_CLEAN}"
+
+
+_CLEAN = r"""
+clean() {
+  for f; do
+    chmod 755 "$f" 2>/dev/null || [ -k "$f" ] || { echo "mode $f"; return 1; }
+    find "$f" -mindepth 1 -delete 2>/dev/null || { chmod -R u+rwX "$f"; rm -rf "$f"/* "$f"/.[!.]* "$f"/..?*; } 2>/dev/null
+    for x in "$f"/* "$f"/.[!.]* "$f"/..?*; do
+      { [ -e "$x" ] || [ -L "$x" ]; } && { echo "file $x"; return 1; }
+    done
+  done
+  for x in "$f0"/*; do [ "$x" = "$D" ] || rm -rf "$x" 2>/dev/null || { echo "file $x"; return 1; }; done
+  for x in "$D"/* /dev/mqueue/* /dev/shm/*; do
+    case $x in "$D"/*) rm -rf "$x";; esac
+    [ -e "$x" ] && { echo "file $x"; return 1; }
+  done
+  for x in shm msg sem; do
+    { IFS= read -r row; IFS= read -r row && { echo "ipc $x"; return 1; }; } </proc/sysvipc/$x
+  done
+  others
+  [ -z "$left" ] || { echo "processes $left"; return 1; }
+  [ "$STATE" = "$(state 2>/dev/null)" ] || { echo "limits of the supervisor"; return 1; }
+}
+clean "$@"
+"""
