@@ -12,13 +12,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gyre_sdk.harness.hooks import Hooks, LaneInfo
+    from gyre_sdk.errors import LimitExceeded
+    from gyre_sdk.harness.hooks import (
+        Deny,
+        Edit,
+        Hooks,
+        LaneInfo,
+        PostCompact,
+        PostToolUse,
+        PreCompact,
+        PreToolUse,
+        RunEnd,
+        RunStart,
+        SubagentStart,
+        SubagentStop,
+    )
     from gyre_sdk.harness.limits import Limits
     from gyre_sdk.harness.proxy.server import ProxySettings
     from gyre_sdk.harness.service import ServiceClient
     from gyre_sdk.harness.session import Session as session
     from gyre_sdk.harness.session import serve
     from gyre_sdk.harness.task import Task
+    from gyre_sdk.harness.tools import Tool, ToolOutput, Toolset
     from gyre_sdk.harness.workspace import WorkspacePool
     from gyre_sdk.journal import Journal
     from gyre_sdk.records import ExecResult, RunResult, RunStatus, Score
@@ -26,34 +41,62 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Deny": "gyre_sdk.harness.hooks",
+    "Edit": "gyre_sdk.harness.hooks",
     "ExecResult": "gyre_sdk.records",
     "Hooks": "gyre_sdk.harness.hooks",
     "Journal": "gyre_sdk.journal",
     "LaneInfo": "gyre_sdk.harness.hooks",
+    "LimitExceeded": "gyre_sdk.errors",
     "Limits": "gyre_sdk.harness.limits",
+    "PostCompact": "gyre_sdk.harness.hooks",
+    "PostToolUse": "gyre_sdk.harness.hooks",
+    "PreCompact": "gyre_sdk.harness.hooks",
+    "PreToolUse": "gyre_sdk.harness.hooks",
     "ProxySettings": "gyre_sdk.harness.proxy.server",
+    "RunEnd": "gyre_sdk.harness.hooks",
     "RunResult": "gyre_sdk.records",
+    "RunStart": "gyre_sdk.harness.hooks",
     "RunStatus": "gyre_sdk.records",
     "Score": "gyre_sdk.records",
     "ServiceClient": "gyre_sdk.harness.service",
+    "SubagentStart": "gyre_sdk.harness.hooks",
+    "SubagentStop": "gyre_sdk.harness.hooks",
     "Task": "gyre_sdk.harness.task",
+    "Tool": "gyre_sdk.harness.tools",
+    "ToolOutput": "gyre_sdk.harness.tools",
+    "Toolset": "gyre_sdk.harness.tools",
     "WorkspacePool": "gyre_sdk.harness.workspace",
     "serve": "gyre_sdk.harness.session",
     "session": "gyre_sdk.harness.session:Session",
 }
 
 __all__ = [
+    "Deny",
+    "Edit",
     "ExecResult",
     "Hooks",
     "Journal",
     "LaneInfo",
+    "LimitExceeded",
     "Limits",
+    "PostCompact",
+    "PostToolUse",
+    "PreCompact",
+    "PreToolUse",
     "ProxySettings",
+    "RunEnd",
     "RunResult",
+    "RunStart",
     "RunStatus",
     "Score",
     "ServiceClient",
+    "SubagentStart",
+    "SubagentStop",
     "Task",
+    "Tool",
+    "ToolOutput",
+    "Toolset",
     "WorkspacePool",
     "serve",
     "session",

@@ -19,7 +19,9 @@ Tree::
     ├── ServiceError         the recording service cannot be reached or refused a control request
     ├── JournalError         the store cannot be opened, read or written
     ├── TreeError            recorded calls do not form a tree
-    ├── LimitExceeded        a run spent a budget (tokens, turns, wall time)
+    ├── LimitExceeded        a run, or a sub-agent in it, spent a budget (tokens, turns, cost, time)
+    ├── Vetoed               a hook refused a run, a sub-agent or a compaction
+    ├── HookError            a hook raised, or returned what its event cannot take
     └── TrainerError         training cannot go on
         ├── EngineError      the embedded engine cannot serve
         └── PublishError     new weights did not reach a replica
@@ -127,7 +129,25 @@ class TreeError(GyreError):
 
 
 class LimitExceeded(GyreError):
-    """A run spent one of its budgets."""
+    """A run, or a sub-agent in it, spent one of its budgets.
+
+    Attributes:
+        limit: the field of `Limits` that ran out, for example `turns`.
+        lane: the lane whose own budget it was; None for the run's.
+    """
+
+    def __init__(self, message: str, *, limit: str = "wall_s", lane: str | None = None) -> None:
+        super().__init__(message)
+        self.limit = limit
+        self.lane = lane
+
+
+class Vetoed(GyreError):
+    """A hook said no to a run, a sub-agent or a compaction; the message holds its reason."""
+
+
+class HookError(GyreError):
+    """A hook is at fault: the message names it. What it raised is the cause."""
 
 
 class TrainerError(GyreError):

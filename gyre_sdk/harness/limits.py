@@ -1,29 +1,57 @@
-"""Budgets of a run, and how the ways a block can end map to terminal states."""
+"""Budgets of a run and of lanes in it, and how the ways a block can end map to terminal states."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
-from gyre_sdk.errors import LimitExceeded, WorkspaceError
+from gyre_sdk.errors import LimitExceeded, SettingsError, Vetoed, WorkspaceError
 from gyre_sdk.records import RunStatus
 
 LIMIT_CODE = "limit_exceeded"
-"""Error code of the proxy's answer to a call beyond a budget."""
+"""Error code of the answer to a call beyond a budget; SDKs do not send such a call again."""
+
+_TIME = ("wall_s", "working_s")
+"""Budgets whose end is `timed_out`; that of the others is `limit`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a run may spend; None means no limit. The proxy enforces them, in the protocol's own error format."""
+    """What a run, or a lane with all that it opens, may spend; None means no limit.
 
-    tokens: int | None = None
-    """Prompt plus sampled tokens over all calls of the run."""
+    A call beyond a budget is refused in the protocol's own error format, with the code `limit_exceeded`.
+
+    Raises:
+        SettingsError: a value is not above 0.
+    """
+
     turns: int | None = None
-    """Calls of the run, all lanes together."""
-    seconds: float | None = None
+    """Calls, all lanes together."""
+    tokens: int | None = None
+    """Prompt plus sampled tokens over all calls."""
+    cost_usd: float | None = None
+    """US dollars over all calls, at the service's prices. Of runs."""
+    wall_s: float | None = None
     """Wall time of the block, from the first line in it."""
-    cost: float | None = None
-    """US dollars over all calls of the run, at the service's prices."""
+    working_s: float | None = None
+    """Wall time without that in which model calls were in flight: waiting for replicas, in their queues, sampling.
+    What is left is the agent's own code and its tools."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not 0 < value < float("inf"):
+                raise SettingsError(f"limits: {field.name} = {value!r}; give a number above 0, or None for no limit")
+
+    @property
+    def metered(self) -> bool:
+        """Whether any is set that the service does not enforce for runs."""
+        return self.working_s is not None
+
+    def any(self) -> bool:
+        """Tell whether anything is limited."""
+        return any(getattr(self, field.name) is not None for field in fields(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +70,17 @@ def classify(error: BaseException | None) -> Ending:
     """Return how a block that raised `error` (None: it did not) ended.
 
     A budget that ran out is an outcome, scored like any other (arXiv:2609.33848, partial scoring) and not raised
-    further; the service knows which one it was and turns `limit` into `timed_out` for wall time. An agent's own error is scored and raised. A broken connection to the model or a broken workspace says
+    further. An agent's own error is scored and raised. A broken connection to the model or a broken workspace says
     nothing about the agent: not scored, raised.
     """
     if error is None:
         return Ending(RunStatus.COMPLETED, None, scorable=True, swallow=False)
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, LimitExceeded):
-        return Ending(RunStatus.TIMED_OUT, text, scorable=True, swallow=True)
-    if _error_code(error) == LIMIT_CODE:
+        return Ending(spent_status(error.limit), text, scorable=True, swallow=True)
+    if is_limit(error):
         return Ending(RunStatus.LIMIT, text, scorable=True, swallow=True)
-    if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit | asyncio.CancelledError):
+    if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit | asyncio.CancelledError | Vetoed):
         return Ending(RunStatus.CANCELLED, text, scorable=False, swallow=False)
     if isinstance(error, WorkspaceError):
         return Ending(RunStatus.WORKSPACE_ERROR, text, scorable=False, swallow=False)
@@ -61,12 +89,27 @@ def classify(error: BaseException | None) -> Ending:
     return Ending(RunStatus.AGENT_ERROR, text, scorable=True, swallow=False)
 
 
+def spent_status(limit: str) -> RunStatus:
+    """Return the terminal state of a run whose budget of this name ran out."""
+    return RunStatus.TIMED_OUT if limit in _TIME else RunStatus.LIMIT
+
+
+def is_limit(error: BaseException) -> bool:
+    """Tell whether an error is a budget that ran out, as gyre raises it or as an SDK of a provider does."""
+    return isinstance(error, LimitExceeded) or _error_code(error) == LIMIT_CODE
+
+
+def is_refused(error: BaseException) -> bool:
+    """Tell whether an error can come of a spent budget: it is one, or an SDK found its key closed."""
+    return is_limit(error) or getattr(error, "status_code", None) == 401
+
+
 def _error_code(error: BaseException) -> object:
     """Return the service's error code, as the SDKs of OpenAI and Anthropic hold it."""
     code = getattr(error, "code", None)
     body = getattr(error, "body", None)
-    inner = body.get("error") if isinstance(body, dict) else None
-    return code or (inner.get("code") if isinstance(inner, dict) else None)
+    inner = body.get("error") if isinstance(body, Mapping) else None
+    return code or (inner.get("code") if isinstance(inner, Mapping) else None)
 
 
 def _model_failed(error: BaseException) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,7 +16,7 @@ import msgspec
 
 from gyre_sdk.errors import ServiceError
 from gyre_sdk.harness.limits import Limits
-from gyre_sdk.records import RunStatus
+from gyre_sdk.records import CallStatus, RunStatus
 
 
 class OpenedRun(msgspec.Struct, frozen=True):
@@ -46,6 +45,31 @@ class ClosedRun(msgspec.Struct, frozen=True):
 
     calls: int
     sampled_tokens: int
+
+
+class _ShownLane(msgspec.Struct, frozen=True):
+    lane: str
+    parent: str | None = None
+
+
+class _ShownRun(msgspec.Struct, frozen=True):
+    lanes: list[_ShownLane]
+
+
+class MeteredCall(msgspec.Struct, frozen=True):
+    """What is on record of a call, for budgets."""
+
+    seq: int
+    """Position in the store."""
+    call: str
+    lane: str
+    status: CallStatus
+    prompt_tokens: int
+    sampled_tokens: int
+
+
+class _MeteredCalls(msgspec.Struct, frozen=True):
+    calls: list[MeteredCall]
 
 
 class ServiceClient:
@@ -115,7 +139,12 @@ class ServiceClient:
             "split": split,
             "metadata": metadata,
             "dispatch_version": dispatch_version,
-            "limits": asdict(limits),
+            "limits": {
+                "turns": limits.turns,
+                "tokens": limits.tokens,
+                "cost": limits.cost_usd,
+                "seconds": limits.wall_s,
+            },
             "classifier": classifier,
         }
         return msgspec.json.decode(self._send("POST", "/runs", body), type=OpenedRun)
@@ -128,6 +157,19 @@ class ServiceClient:
     def release_lane(self, run: str, lane: str) -> None:
         """Give the parent's key back to the parent lane."""
         self._send("POST", f"/runs/{run}/lanes/{lane}/release", {})
+
+    def revoke_lane(self, run: str, lane: str) -> None:
+        """Make a lane's key open nothing any more; calls in flight go on."""
+        self._send("POST", f"/runs/{run}/lanes/{lane}/revoke", {})
+
+    def calls(self, run: str, *, after: int = 0) -> list[MeteredCall]:
+        """Return a run's calls with a `seq` above `after`, open ones included."""
+        return msgspec.json.decode(self._send("GET", f"/calls?run={run}&after={after}"), type=_MeteredCalls).calls
+
+    def lane_parents(self, run: str) -> dict[str, str | None]:
+        """Return each lane of a run with the lane that opened it."""
+        found = msgspec.json.decode(self._send("GET", f"/runs/{run}"), type=_ShownRun)
+        return {lane.lane: lane.parent for lane in found.lanes}
 
     def close_run(self, run: str, *, seconds: float) -> ClosedRun:
         """Refuse further calls of a run; wait at most `seconds` for those in flight, then abort them."""

@@ -2,7 +2,8 @@
 
 Order of events::
 
-    record the run -> open the workspace -> the user's block -> close the run's calls -> score -> record the end -> clean up
+    record the run -> `RunStart` hooks -> open the workspace -> the user's block -> stops of what is still open
+    -> close the run's calls -> score -> record the end -> clean up -> `RunEnd` hooks
 
 The record exists before the first call and ends in exactly one terminal state, whatever happens in the block.
 """
@@ -19,11 +20,23 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
-from gyre_sdk.errors import ScoringError, SettingsError, WorkspaceError
+import msgspec
+
+from gyre_sdk.errors import HookError, ScoringError, SettingsError, Vetoed, WorkspaceError
 from gyre_sdk.events import RunEnded, RunStarted
-from gyre_sdk.harness.agent import Agent, RunContext
-from gyre_sdk.harness.hooks import Fanout, Hooks, LaneInfo, unobserved
-from gyre_sdk.harness.limits import Ending, Limits, classify
+from gyre_sdk.harness.agent import Agent, Meter, RunContext, in_thread, to_the_end
+from gyre_sdk.harness.hooks import (
+    Deny,
+    Fanout,
+    Hooks,
+    LaneInfo,
+    RunEnd,
+    RunHooks,
+    RunStart,
+    telling,
+    unobserved,
+)
+from gyre_sdk.harness.limits import Ending, Limits, classify, is_refused, spent_status
 from gyre_sdk.harness.ports import Clock, Observer, Workspace
 from gyre_sdk.harness.proxy.server import ProxyServer, ProxySettings
 from gyre_sdk.harness.scoring import score_with_retries
@@ -73,12 +86,13 @@ class Session:
         classifier: tells the lanes of an agent that uses one key for everything: `auto`, the preset of a program
             (`claude-code`, `codex`, `mini-swe-agent`, `openai-agents`), or an import path `module:attribute` of a
             `Classifier`. Empty: a lane is what has a key of its own.
-        limits: budgets; a missing `seconds` is the task's agent time limit.
+        limits: budgets; a missing `wall_s` is the task's agent time limit.
         hooks, observer: see `hooks.Hooks` and `ports.Observer`.
         scoring_retries: how often a failed evaluation is tried again before the run is left unscored.
 
     Raises:
         SettingsError: neither `service` nor `proxy` is given.
+        Vetoed: a `RunStart` hook refused; the run is on record as cancelled.
         ServiceError: the service cannot be reached: there is no run.
         WorkspaceError: the workspace cannot be opened; the run ends as `workspace_error` with the placeholder reward 0.
     """
@@ -107,53 +121,84 @@ class Session:
         self._service, self._proxy = service, proxy
         self._workspace_kind = workspace
         self._group, self._member, self._dispatch_version = group, member, dispatch_version
-        self._limits = replace(limits, seconds=limits.seconds or task.agent_timeout_s)
-        self._hooks = hooks or Hooks()
+        self._limits = replace(limits, wall_s=limits.wall_s or task.agent_timeout_s)
+        self._hooks = RunHooks(hooks or Hooks())
         self._observer = Fanout(observer)
         self._metadata = dict(metadata or {})
         self._split, self._classifier = split, classifier
         self._scoring_retries = scoring_retries
         self._clock = clock or SystemClock()
         self._cleanup = ExitStack()
+        self._began = 0.0
         self._opened: OpenedRun | None = None
+        self._client: ServiceClient
+        self._info: LaneInfo
+        self._meter: Meter
         self._context: RunContext | None = None
         self._agent: Agent | None = None
-        self._began = 0.0
+        self._ended: tuple[RunStatus, float | None, str | None, float] | None = None
+        """Terminal state, reward, error, seconds."""
+        self._told = False
+        """Whether hooks were told of the run's start, and not yet of its end."""
 
     # -- with ----------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Agent:
-        self._began = self._clock.monotonic()
         try:
-            return self._start()
-        except BaseException:
-            self._cleanup.close()
+            self._open_run()
+            self._admit(self._hooks.fire(self._run_start())[1])
+            return self._open_workspace()
+        except BaseException as error:
+            try:
+                self._never_started(error)
+            finally:
+                self._cleanup.close()
+            self._tell(error)
             raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        ending = self._ending(error)
         try:
-            return self._finish(classify(error))
+            self._finish(ending)
         finally:
             self._cleanup.close()
+            self._tell(error)
+        return ending.swallow
 
     async def __aenter__(self) -> Agent:
-        return await asyncio.to_thread(self.__enter__)
+        try:
+            await in_thread(self._open_run)
+            self._admit((await self._hooks.afire(self._run_start()))[1])
+            return await in_thread(self._open_workspace)
+        except BaseException as error:
+            try:
+                await in_thread(self._never_started, error)
+            finally:
+                await in_thread(self._cleanup.close)
+            await to_the_end(self._atell(error))
+            raise
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        finishing = asyncio.ensure_future(asyncio.to_thread(self.__exit__, kind, error, trace))
+        # A cancellation goes on once the run's end is recorded.
+        return await to_the_end(self._aexit(error))
+
+    async def _aexit(self, error: BaseException | None) -> bool:
+        ending = self._ending(error)
         try:
-            return await asyncio.shield(finishing)
-        except asyncio.CancelledError:
-            await finishing  # the run's end is recorded before the cancellation goes on
-            raise
+            await asyncio.to_thread(self._finish, ending)
+        finally:
+            await asyncio.to_thread(self._cleanup.close)
+            await self._atell(error)
+        return ending.swallow
 
     # -- start ---------------------------------------------------------------------------------------------------
 
-    def _start(self) -> Agent:
+    def _open_run(self) -> None:
+        self._began = self._clock.monotonic()
         service = self._service or self._cleanup.enter_context(serve(self._own_proxy()))
         opened = service.open_run(
             task=self._task.name,
@@ -166,29 +211,45 @@ class Session:
             limits=self._limits,
             classifier=self._classifier,
         )
-        self._opened = opened
+        self._opened, self._client = opened, service
+        self._info = LaneInfo(run=opened.run, lane=opened.lane, parent=None, role=MAIN, name=MAIN, depth=0)
+        self._meter = Meter(service, opened.run, opened.lane, self._limits, self._clock)
+        self._cleanup.callback(self._meter.close)
         self._observer(RunStarted(self._clock.time(), opened.run, self._task.name, self._group, self._split))
-        try:
-            workspace = open_workspace(self._task, kind=self._workspace_kind, run_id=opened.run)
-        except BaseException as error:
-            self._never_started(service, error)
-            raise
+
+    def _run_start(self) -> RunStart:
+        self._told = True
+        return RunStart(
+            **msgspec.structs.asdict(self._info),
+            task=self._task.name,
+            instruction=self._task.instruction,
+            group=self._group,
+            member=self._member,
+        )
+
+    def _admit(self, denied: Deny | None) -> None:
+        if denied is not None:
+            raise Vetoed(f"run {self._info.run} of {self._task.name!r} was denied: {denied.reason}")
+
+    def _open_workspace(self) -> Agent:
+        assert self._opened is not None
+        opened = self._opened
+        workspace = open_workspace(self._task, kind=self._workspace_kind, run_id=opened.run)
         self._cleanup.callback(workspace.close)
-        seconds = self._limits.seconds
         context = RunContext(
             task=self._task,
             run=opened.run,
-            service=service,
+            service=self._client,
             workspace=workspace,
             clock=self._clock,
             hooks=self._hooks,
             observer=self._observer,
-            deadline=None if seconds is None else self._clock.monotonic() + seconds,
+            meter=self._meter,
             score=lambda: self._evaluate(workspace),
         )
-        info = LaneInfo(opened.run, opened.lane, None, MAIN, MAIN, 0)
         self._context = context
-        self._agent = Agent(context, info, base_url=opened.base_url, api_key=opened.api_key)
+        self._agent = Agent(context, self._info, base_url=opened.base_url, api_key=opened.api_key)
+        self._meter.begin()
         return self._agent
 
     def _own_proxy(self) -> ProxySettings:
@@ -199,39 +260,57 @@ class Session:
             )
         return self._proxy
 
-    def _never_started(self, service: ServiceClient, error: BaseException) -> None:
-        """End a run without a workspace: a placeholder 0 when it could not be opened, else cancelled."""
+    def _never_started(self, error: BaseException) -> None:
+        """End a run without a block: a placeholder 0 when its workspace could not be opened, else cancelled."""
+        if self._opened is None:
+            return
         if isinstance(error, WorkspaceError):
-            self._record(service, RunStatus.WORKSPACE_ERROR, Score(0.0), str(error), ClosedRun(0, 0), placeholder=True)
+            self._record(RunStatus.WORKSPACE_ERROR, Score(0.0), str(error), ClosedRun(0, 0), placeholder=True)
         else:
-            self._record(service, RunStatus.CANCELLED, None, f"{type(error).__name__}: {error}", ClosedRun(0, 0))
+            self._record(RunStatus.CANCELLED, None, f"{type(error).__name__}: {error}", ClosedRun(0, 0))
 
     # -- end -----------------------------------------------------------------------------------------------------
 
-    def _finish(self, ending: Ending) -> bool:
+    def _ending(self, error: BaseException | None) -> Ending:
+        """Return how the block ended; a budget that ran out is how, whatever the agent made of that."""
+        ending, over = classify(error), self._meter.over()
+        if over is None or not ending.scorable:
+            return ending
+        swallow = ending.swallow or (error is not None and is_refused(error))
+        return replace(ending, status=spent_status(over.limit), error=f"LimitExceeded: {over}", swallow=swallow)
+
+    def _finish(self, ending: Ending) -> None:
         assert self._agent is not None and self._opened is not None and self._context is not None
-        service = self._context.service
-        used = service.close_run(self._opened.run, seconds=_DRAIN_SECONDS)
+        failure = self._abandon()
+        used = self._client.close_run(self._opened.run, seconds=_DRAIN_SECONDS)
         status, error, score = ending.status, ending.error, self._agent._score
         if ending.scorable and score is None:
             try:
                 score = self._evaluate(self._context.workspace)
-            except ScoringError as failure:
-                status, error = RunStatus.SCORER_ERROR, _joined(error, f"scorer: {failure}")
-            except WorkspaceError as failure:
-                status, error = RunStatus.WORKSPACE_ERROR, _joined(error, f"workspace lost before scoring: {failure}")
-            except BaseException as failure:
-                self._record(service, RunStatus.CANCELLED, None, f"while scoring: {type(failure).__name__}", used)
+            except ScoringError as problem:
+                status, error = RunStatus.SCORER_ERROR, _joined(error, f"scorer: {problem}")
+            except WorkspaceError as problem:
+                status, error = RunStatus.WORKSPACE_ERROR, _joined(error, f"workspace lost before scoring: {problem}")
+            except BaseException as problem:
+                self._record(RunStatus.CANCELLED, None, f"while scoring: {type(problem).__name__}", used)
                 raise
-        self._record(service, status, score, error, used)
-        return ending.swallow
+        self._record(status, score, error, used)
+        if failure is not None:
+            raise failure
+
+    def _abandon(self) -> HookError | None:
+        """Tell the stops of what is still going on in the background; a hook's failure waits for the run's end."""
+        try:
+            self._hooks.abandon()
+        except HookError as failure:
+            return failure
+        return None
 
     def _evaluate(self, workspace: Workspace) -> Score:
         return score_with_retries(self._task, workspace, retries=self._scoring_retries)
 
     def _record(
         self,
-        service: ServiceClient,
         status: RunStatus,
         score: Score | None,
         error: str | None,
@@ -242,13 +321,43 @@ class Session:
         assert self._opened is not None
         run = self._opened.run
         reward, parts = (score.reward, score.parts) if score else (None, {})
-        status = service.end_run(run, status, reward=reward, parts=parts, error=error, placeholder=placeholder)
         seconds = self._clock.monotonic() - self._began
+        self._ended = (status, reward, error, seconds)
+        status = self._client.end_run(run, status, reward=reward, parts=parts, error=error, placeholder=placeholder)
+        self._ended = (status, reward, error, seconds)
         if self._agent is not None:
             self._agent._result = RunResult(
                 RunId(run), status, reward, parts, error, used.calls, used.sampled_tokens, seconds, placeholder
             )
         self._observer(RunEnded(self._clock.time(), run, status, reward, seconds))
+
+    def _run_end(self) -> RunEnd | None:
+        """Return what hooks are told of the end; None where they were not told of a start."""
+        if not self._told:
+            return None
+        self._told = False
+        unknown = (RunStatus.CANCELLED, None, "its end could not be recorded", self._clock.monotonic() - self._began)
+        status, reward, error, seconds = self._ended or unknown
+        return RunEnd(
+            **msgspec.structs.asdict(self._info),
+            task=self._task.name,
+            status=status,
+            reward=reward,
+            error=error,
+            seconds=seconds,
+        )
+
+    def _tell(self, error: BaseException | None) -> None:
+        end = self._run_end()
+        if end is not None:
+            with telling(error):
+                self._hooks.fire(end)
+
+    async def _atell(self, error: BaseException | None) -> None:
+        end = self._run_end()
+        if end is not None:
+            with telling(error):
+                await self._hooks.afire(end)
 
 
 def _joined(first: str | None, second: str) -> str:

@@ -137,7 +137,7 @@ class Stack:
             group=group,
             member=member,
             split=split,
-            limits=Limits(tokens=rollout.tokens, turns=rollout.turns, seconds=rollout.timeout_s),
+            limits=Limits(tokens=rollout.tokens, turns=rollout.turns, wall_s=rollout.timeout_s),
             classifier=self.config.agent.classifier,
             observer=self.observer,
         ) as agent:

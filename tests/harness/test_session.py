@@ -90,12 +90,12 @@ def test_block_that_ends_is_scored_and_completed(service: gyre.ServiceClient, tm
 
 def test_lanes_of_subagents_and_summaries(service: gyre.ServiceClient, tmp_path: Path) -> None:
     infos: list[tuple[str, str, int]] = []
-    hooks = gyre.Hooks(
-        subagent_started=lambda info: infos.append(("start", info.role, info.depth)),
-        subagent_stopped=lambda info, error: infos.append(("stop", info.role, info.depth)),
-        compaction_started=lambda info: infos.append(("start", info.role, info.depth)),
-        compaction_stopped=lambda info, error: infos.append(("stop", info.role, info.depth)),
-    )
+    hooks = gyre.Hooks()
+
+    @hooks.on("SubagentStart", "SubagentStop", "PreCompact", "PostCompact")
+    def note(told: gyre.LaneInfo) -> None:
+        infos.append((type(told).__name__, told.name, told.depth))
+
     seen: list[Event] = []
     with gyre.session(a_task(), service=service, workspace="local", hooks=hooks, observer=seen.append) as agent:
         fixed = openai.OpenAI(base_url=agent.base_url, api_key=agent.api_key)
@@ -112,8 +112,14 @@ def test_lanes_of_subagents_and_summaries(service: gyre.ServiceClient, tmp_path:
     by_id = {lane.lane: lane for lane in lanes}
     reviewer_summary = next(lane for lane in lanes if lane.role == "subagent-summary")
     assert by_id[reviewer_summary.parent].name == "reviewer"  # type: ignore[index]
-    assert [kind for kind, _, _ in infos] == ["start", "start", "stop", "stop", "start", "stop"]
-    assert infos[1] == ("start", "subagent-summary", 2)
+    assert infos == [
+        ("SubagentStart", "reviewer", 1),
+        ("PreCompact", "reviewer", 1),
+        ("PostCompact", "reviewer", 1),
+        ("SubagentStop", "reviewer", 1),
+        ("PreCompact", "main", 0),
+        ("PostCompact", "main", 0),
+    ]
     assert len([event for event in seen if isinstance(event, LaneOpened)]) == 3
 
 
@@ -156,7 +162,7 @@ def test_scorer_failure_is_not_a_reward(service: gyre.ServiceClient, tmp_path: P
 
 
 def test_wall_time_ends_a_run_as_timed_out_and_scores_it(service: gyre.ServiceClient, tmp_path: Path) -> None:
-    with gyre.session(a_task(), service=service, workspace="local", limits=gyre.Limits(seconds=1.0)) as agent:
+    with gyre.session(a_task(), service=service, workspace="local", limits=gyre.Limits(wall_s=1.0)) as agent:
         agent.workspace.exec("echo yes > answer")
         done = agent.workspace.exec("sleep 30")
         pytest.fail(f"went on after its time: {done}")

@@ -2,53 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from gyre_sdk.errors import CommandFailed, LimitExceeded, ServiceError, SettingsError
-from gyre_sdk.events import LaneOpened, ToolRan
-from gyre_sdk.harness.hooks import Hooks, LaneInfo
-from gyre_sdk.harness.ports import Clock, Observer, Workspace
-from gyre_sdk.harness.service import ServiceClient
+from gyre_sdk.errors import SettingsError
+from gyre_sdk.harness.agent.context import RunContext
+from gyre_sdk.harness.agent.meter import AsyncGate, Gate
+from gyre_sdk.harness.agent.scope import CompactionScope, SubagentScope
+from gyre_sdk.harness.agent.workspace import LaneWorkspace
+from gyre_sdk.harness.hooks import LaneInfo
+from gyre_sdk.harness.limits import Limits
+from gyre_sdk.harness.ports import Workspace
+from gyre_sdk.harness.service import OpenedLane
 from gyre_sdk.harness.task import Task
-from gyre_sdk.records import SUBAGENT, SUMMARY_SUFFIX, ExecResult, RunResult, Score
+from gyre_sdk.harness.tools import BUILT_IN, Toolset
+from gyre_sdk.records import RunResult, Score
 
 if TYPE_CHECKING:
     from anthropic import Anthropic, AsyncAnthropic
     from openai import AsyncOpenAI, OpenAI
-
-
-@dataclass(slots=True)
-class RunContext:
-    """What all lanes of a run share. Internal."""
-
-    task: Task
-    run: str
-    service: ServiceClient
-    workspace: Workspace
-    clock: Clock
-    hooks: Hooks
-    observer: Observer
-    deadline: float | None
-    """Monotonic time at which the run's budget of wall time ends."""
-    score: Callable[[], Score]
-
-    def remaining(self) -> float | None:
-        """Return the seconds left, or None without a limit.
-
-        Raises:
-            LimitExceeded: when none are left.
-        """
-        if self.deadline is None:
-            return None
-        left = self.deadline - self.clock.monotonic()
-        if left <= 0:
-            raise LimitExceeded(f"run {self.run} spent its wall time ({self.task.name}); its work so far is scored")
-        return left
 
 
 class Lane:
@@ -60,48 +33,57 @@ class Lane:
         base_url: OpenAI base URL to give to any client.
         api_key: capability key to give to any client; names this run and lane.
         workspace: where the run's tools run, shared by all its lanes.
+        output: what the lane's work came to, where its block says so; told to `SubagentStop` and `PostCompact` hooks.
+        messages: of a compaction, the history that it was given, as hooks left it.
     """
 
     def __init__(self, context: RunContext, info: LaneInfo, *, base_url: str, api_key: str) -> None:
-        self._context = context
+        self.context = context
         self.info = info
         self.lane = info.lane
         self.role = info.role
         self.base_url = base_url
         self.api_key = api_key
-        self.workspace: Workspace = _Tools(context, info)
+        self.workspace: Workspace = LaneWorkspace(context, info)
+        self.output: str | None = None
+        self.messages: Sequence[Any] | None = None
         self._client: OpenAI | None = None
+        self._tools: Toolset | None = None
 
     @property
     def task(self) -> Task:
         """The task of the run."""
-        return self._context.task
+        return self.context.task
 
     @property
     def run(self) -> str:
         """Id of the run."""
-        return self._context.run
+        return self.context.run
+
+    @property
+    def tools(self) -> Toolset:
+        """Tools for a model: `bash`, `read`, `write`, `edit`, `submit`, with their schemas; see `Toolset`."""
+        if self._tools is None:
+            workspace = LaneWorkspace(self.context, self.info, hooked=False)
+            self._tools = Toolset(BUILT_IN, workspace, self.info, self.context.hooks, self.context.clock)
+        return self._tools
 
     def openai(self, **options: Any) -> OpenAI:
         """Return an `openai.OpenAI` client bound to this lane; without options always the same one."""
         import openai
 
         if options:
-            return openai.OpenAI(base_url=self.base_url, api_key=self.api_key, **options)
+            return openai.OpenAI(**(self._access(self.base_url, openai.DefaultHttpxClient, Gate) | options))
         if self._client is None:
-            self._client = openai.OpenAI(
-                base_url=self.base_url,
-                api_key=self.api_key,
-                http_client=self._context.service.model_http,
-                max_retries=5,
-            )
+            shared = {"http_client": self.context.service.model_http, "max_retries": 5}
+            self._client = openai.OpenAI(**(shared | self._access(self.base_url, openai.DefaultHttpxClient, Gate)))
         return self._client
 
     def async_openai(self, **options: Any) -> AsyncOpenAI:
         """Return an `openai.AsyncOpenAI` client bound to this lane. The caller closes it."""
         import openai
 
-        return openai.AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
+        return openai.AsyncOpenAI(**(self._access(self.base_url, openai.DefaultAsyncHttpxClient, AsyncGate) | options))
 
     def anthropic(self, **options: Any) -> Anthropic:
         """Return an `anthropic.Anthropic` client bound to this lane. The caller closes it.
@@ -109,7 +91,8 @@ class Lane:
         Raises:
             SettingsError: the `anthropic` package is not installed.
         """
-        made: Anthropic = _anthropic().Anthropic(base_url=self._root, api_key=self.api_key, **options)
+        package = _anthropic()
+        made: Anthropic = package.Anthropic(**(self._access(self._root, package.DefaultHttpxClient, Gate) | options))
         return made
 
     def async_anthropic(self, **options: Any) -> AsyncAnthropic:
@@ -118,8 +101,17 @@ class Lane:
         Raises:
             SettingsError: the `anthropic` package is not installed.
         """
-        made: AsyncAnthropic = _anthropic().AsyncAnthropic(base_url=self._root, api_key=self.api_key, **options)
+        package = _anthropic()
+        access = self._access(self._root, package.DefaultAsyncHttpxClient, AsyncGate)
+        made: AsyncAnthropic = package.AsyncAnthropic(**(access | options))
         return made
+
+    def _access(self, base_url: str, connections: Callable[..., Any], gate: Callable[..., Any]) -> dict[str, Any]:
+        """Return the arguments of a client; one of a lane with budgets of its own asks before each call."""
+        access: dict[str, Any] = {"base_url": base_url, "api_key": self.api_key}
+        if self.context.meter.metered(self.lane):
+            access["http_client"] = connections(transport=gate(self.context.meter, self.lane))
+        return access
 
     @property
     def environment(self) -> dict[str, str]:
@@ -137,53 +129,39 @@ class Lane:
         """Base URL of Anthropic's clients: they add `/v1` themselves."""
         return self.base_url.removesuffix("/v1")
 
-    @contextlib.contextmanager
-    def subagent(self, name: str = "subagent") -> Iterator[Lane]:
-        """Open a lane of its own for a sub-agent (role `subagent`), with its own key."""
-        hooks = self._context.hooks
-        with self._open(SUBAGENT, name, False, hooks.subagent_started, hooks.subagent_stopped) as lane:
-            yield lane
+    def subagent(self, name: str = "subagent", *, limits: Limits | None = None) -> SubagentScope:
+        """Open a lane of its own for a sub-agent (role `subagent`), with its own key: `with` or `async with`.
 
-    @contextlib.contextmanager
-    def compaction(self) -> Iterator[Lane]:
-        """Mark the calls made inside as this lane's summary (role `<role>-summary`).
+        Args:
+            name: what it is called in the record.
+            limits: what it, and all lanes that it opens, may spend, within what this lane may.
+
+        Raises (at the block):
+            LimitExceeded: at its begin, this lane has nothing left; at its end, the sub-agent had spent its limits.
+            Vetoed: a `SubagentStart` hook refused.
+            SettingsError: `limits` holds a cost.
+        """
+        return SubagentScope(self, self._child, name, limits)
+
+    def compaction(self, messages: Sequence[Any] | None = None, *, trigger: str = "auto") -> CompactionScope:
+        """Mark the calls made inside as this lane's summary (role `<role>-summary`): `with` or `async with`.
 
         Calls made with this lane's key, by any client, count as the summary's until the block ends; the lane
         given to the block has a key of its own for the same purpose.
-        """
-        role = self.role if self.role.endswith(SUMMARY_SUFFIX) else self.role + SUMMARY_SUFFIX
-        hooks = self._context.hooks
-        with self._open(
-            role, f"{self.info.name}-summary", True, hooks.compaction_started, hooks.compaction_stopped
-        ) as lane:
-            yield lane
 
-    @contextlib.contextmanager
-    def _open(
-        self,
-        role: str,
-        name: str,
-        takes_over: bool,
-        started: Callable[[LaneInfo], None],
-        stopped: Callable[[LaneInfo, BaseException | None], None],
-    ) -> Iterator[Lane]:
-        context = self._context
-        context.remaining()
-        opened = context.service.open_lane(context.run, role=role, name=name, parent=self.lane, takes_over=takes_over)
-        info = LaneInfo(context.run, opened.lane, self.lane, role, name, self.info.depth + 1)
-        context.observer(LaneOpened(context.clock.time(), context.run, opened.lane, role, name))
-        failure: BaseException | None = None
-        try:
-            started(info)
-            yield Lane(context, info, base_url=opened.base_url, api_key=opened.api_key)
-        except BaseException as error:
-            failure = error
-            raise
-        finally:
-            if takes_over:
-                with contextlib.suppress(ServiceError):
-                    context.service.release_lane(context.run, opened.lane)
-            stopped(info, failure)
+        Args:
+            messages: the history, for `PreCompact` hooks; the block finds it, as they left it, in `lane.messages`.
+            trigger: `auto` when the loop decided, `manual` when somebody asked.
+
+        Raises (at the block): `Vetoed`: a `PreCompact` hook refused.
+        """
+        return CompactionScope(self, self._child, messages, trigger)
+
+    def _child(self, opened: OpenedLane, role: str, name: str) -> Lane:
+        info = LaneInfo(
+            run=self.run, lane=opened.lane, parent=self.lane, role=role, name=name, depth=self.info.depth + 1
+        )
+        return Lane(self.context, info, base_url=opened.base_url, api_key=opened.api_key)
 
 
 def _anthropic() -> ModuleType:
@@ -227,62 +205,7 @@ class Agent(Lane):
             ScoringError: the scorer failed or gave no finite number.
         """
         if value is None:
-            self._score = self._context.score()
+            self._score = self.context.score()
         else:
             self._score = value if isinstance(value, Score) else Score(reward=float(value))
         return self._score
-
-
-class _Tools:
-    """The run's workspace as a lane sees it: bounded by the run's wall time, seen by hooks and observers."""
-
-    def __init__(self, context: RunContext, info: LaneInfo) -> None:
-        self._context = context
-        self._info = info
-
-    @property
-    def id(self) -> str:
-        return self._context.workspace.id
-
-    def exec(
-        self,
-        cmd: str,
-        *,
-        timeout: float | None = None,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        user: str | None = None,
-        input: bytes | str | None = None,
-        check: bool = False,
-    ) -> ExecResult:
-        context = self._context
-        left = context.remaining()
-        limit = timeout if left is None else min(left, timeout if timeout is not None else left)
-        result = context.workspace.exec(cmd, timeout=limit, cwd=cwd, env=env, user=user, input=input)
-        context.observer(ToolRan(context.clock.time(), context.run, cmd, result.exit_code, result.duration_s))
-        context.hooks.tool_ran(self._info, cmd, result)
-        context.remaining()
-        if check and result.exit_code != 0:
-            raise CommandFailed(cmd, result)
-        return result
-
-    def read(self, path: str) -> bytes:
-        return self._context.workspace.read(path)
-
-    def write(self, path: str, data: bytes | str, *, mode: int = 0o644) -> None:
-        self._context.workspace.write(path, data, mode=mode)
-
-    def write_many(self, files: Mapping[str, bytes], folder: str) -> None:
-        self._context.workspace.write_many(files, folder)
-
-    def upload(self, local: Path, path: str) -> None:
-        self._context.workspace.upload(local, path)
-
-    def download(self, path: str, local: Path) -> None:
-        self._context.workspace.download(path, local)
-
-    def kill_all(self) -> None:
-        self._context.workspace.kill_all()
-
-    def close(self) -> None:
-        """Do nothing: the session closes the workspace."""

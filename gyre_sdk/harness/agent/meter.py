@@ -1,0 +1,214 @@
+"""Holds the lanes of a run to budgets that the service does not know of: reads the record, and closes keys.
+
+Clients that a lane makes (`lane.openai()`) ask before every call. Whoever else has a lane's key is looked at a few times
+a second, and the key is revoked once a budget is spent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from typing import Any
+
+import httpx
+
+from gyre_sdk.errors import LimitExceeded, ServiceError, SettingsError
+from gyre_sdk.harness.agent.accounts import Accounts, Budget
+from gyre_sdk.harness.limits import LIMIT_CODE, Limits
+from gyre_sdk.harness.ports import Clock
+from gyre_sdk.harness.service import ServiceClient
+
+_log = logging.getLogger("gyre.session")
+_LOOK_SECONDS = 0.2
+_SAMPLING = ("/chat/completions", "/completions", "/responses", "/messages")
+
+
+class Meter:
+    """The budgets of one run. Thread-safe.
+
+    Args:
+        limits: of the run; of these, wall time and working time are looked after here.
+    """
+
+    def __init__(self, service: ServiceClient, run: str, main: str, limits: Limits, clock: Clock) -> None:
+        self._service, self._run, self._main, self._clock = service, run, main, clock
+        self._accounts = Accounts(parents={main: None})
+        self._accounts.budgets[main] = Budget(main, f"run {run}", False, limits, clock.monotonic())
+        self._lock = threading.RLock()
+        self._over: dict[str, LimitExceeded] = {}
+        """Lane -> how its budget ended."""
+        self._revoked: set[str] = set()
+        self._stop = threading.Event()
+        self._watcher: threading.Thread | None = None
+        if limits.working_s is not None:
+            self._watch()
+
+    def begin(self) -> None:
+        """Start the run's clock: its block begins."""
+        self._accounts.budgets[self._main].opened = self._clock.monotonic()
+
+    def open(self, lane: str, parent: str, name: str, limits: Limits | None) -> None:
+        """Take in a lane that was opened, with a budget of its own if it has one.
+
+        Raises:
+            SettingsError: the budget holds what only a run can have.
+        """
+        with self._lock:
+            self._accounts.parents[lane] = parent
+            if limits is None or not limits.any():
+                return
+            check_lane_limits(limits)
+            self._accounts.budgets[lane] = Budget(lane, f"lane {name!r}", True, limits, self._clock.monotonic())
+            self._watch()
+
+    def metered(self, lane: str) -> bool:
+        """Tell whether a lane's calls are to be checked here."""
+        with self._lock:
+            return any(budget.own or budget.limits.metered for budget in self._accounts.chain(lane))
+
+    def check(self, lane: str) -> None:
+        """Raise when a lane has no time left.
+
+        Raises:
+            LimitExceeded: naming the budget.
+        """
+        with self._lock:
+            self._raise(lane, calls=False)
+
+    def admit(self, lane: str) -> None:
+        """Let one more call of a lane through.
+
+        Raises:
+            LimitExceeded: a budget is spent; names it.
+            ServiceError: what is spent cannot be read.
+        """
+        with self._lock:
+            if any(budget.counts_calls for budget in self._accounts.chain(lane)):
+                self._read()
+            self._raise(lane, calls=True)
+            for budget in self._accounts.chain(lane):
+                budget.admitted += 1
+
+    def left_s(self, lane: str) -> float | None:
+        """Return how many seconds a tool of a lane may run; None without a limit.
+
+        Raises:
+            LimitExceeded: there are none left.
+        """
+        with self._lock:
+            self._raise(lane, calls=False)
+            now = self._clock.monotonic()
+            left = [seconds for budget in self._accounts.chain(lane) if (seconds := budget.left_s(now)) is not None]
+        return max(min(left), 0.001) if left else None
+
+    def over(self, lane: str | None = None) -> LimitExceeded | None:
+        """Return how a lane's own budget, or by default the run's, was found spent; None if it was not."""
+        with self._lock:
+            return self._over.get(lane or self._main)
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._stop.set()
+        if self._watcher is not None:
+            self._watcher.join()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=self._look, name=f"gyre meter {self._run}", daemon=True)
+            self._watcher.start()
+
+    def _raise(self, lane: str, *, calls: bool) -> None:
+        now = self._clock.monotonic()
+        for budget in self._accounts.chain(lane):
+            error = budget.out_of_time(now) or (budget.out_of_calls() if calls else None)
+            if error is not None:
+                raise self._over.setdefault(budget.lane, error)
+
+    def _look(self) -> None:
+        while not self._stop.wait(_LOOK_SECONDS):
+            try:
+                with self._lock:
+                    self._read()
+                    keys = self._spent_keys(self._clock.monotonic())
+                for lane in keys:
+                    self._service.revoke_lane(self._run, lane)
+            except ServiceError as error:
+                _log.debug("budgets of run %s could not be looked at: %s", self._run, error)
+
+    def _spent_keys(self, now: float) -> list[str]:
+        """Return the lanes whose keys are to open nothing any more, once each."""
+        accounts = self._accounts
+        accounts.look(now)
+        found: list[str] = []
+        for lane, budget in accounts.budgets.items():
+            error = budget.out_of_time(now) or budget.out_of_calls()
+            if error is not None and lane not in self._revoked:
+                self._over.setdefault(lane, error)
+                found += accounts.below(lane)
+        self._revoked.update(found)
+        return found
+
+    def _read(self) -> None:
+        """Take in what is new on record."""
+        calls = self._service.calls(self._run, after=self._accounts.cursor)
+        if self._accounts.unknown(calls):
+            self._accounts.adopt(self._service.lane_parents(self._run))
+        self._accounts.count(calls)
+
+
+def check_lane_limits(limits: Limits) -> None:
+    """Refuse limits that a lane cannot have.
+
+    Raises:
+        SettingsError: naming the value.
+    """
+    if limits.cost_usd is not None:
+        raise SettingsError(
+            f"limits: cost_usd = {limits.cost_usd!r} of a sub-agent: cost is counted per run; limit its tokens instead,"
+            " or the run's cost"
+        )
+
+
+class Gate(httpx.HTTPTransport):
+    """The connection of a metered lane's client: a call beyond a budget is refused as the service would."""
+
+    def __init__(self, meter: Meter, lane: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._meter, self._lane = meter, lane
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """Send a request, unless a budget is spent."""
+        refused = _refused(self._meter, self._lane, request)
+        return super().handle_request(request) if refused is None else refused
+
+
+class AsyncGate(httpx.AsyncHTTPTransport):
+    """As `Gate`, for async clients."""
+
+    def __init__(self, meter: Meter, lane: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._meter, self._lane = meter, lane
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send a request, unless a budget is spent."""
+        refused = await asyncio.to_thread(_refused, self._meter, self._lane, request)
+        return await super().handle_async_request(request) if refused is None else refused
+
+
+def _refused(meter: Meter, lane: str, request: httpx.Request) -> httpx.Response | None:
+    """Return the answer to a call beyond a budget, in a form that the SDKs of OpenAI and Anthropic read."""
+    again = request.headers.get("x-stainless-retry-count", "0") != "0"
+    sampling = request.method == "POST" and request.url.path.endswith(_SAMPLING)
+    try:
+        if sampling and not again:
+            meter.admit(lane)
+        else:
+            meter.check(lane)
+    except LimitExceeded as error:
+        said = {"type": "permission_error", "message": str(error), "code": LIMIT_CODE, "param": None}
+        headers = {"x-should-retry": "false"}
+        return httpx.Response(403, json={"type": "error", "error": said}, headers=headers, request=request)
+    return None

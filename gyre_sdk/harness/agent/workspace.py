@@ -1,0 +1,116 @@
+"""The run's workspace as a lane sees it: bounded by what is left of its time, seen by hooks and observers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gyre_sdk.errors import CommandFailed, HookError
+from gyre_sdk.events import ToolRan
+from gyre_sdk.harness.agent.context import RunContext
+from gyre_sdk.harness.hooks import LaneInfo
+from gyre_sdk.harness.tools import ToolOutput, ToolUse
+from gyre_sdk.records import ExecResult
+
+_DENIED = 126
+"""Exit code of a command that a hook refused: the shell's for one that may not be run."""
+
+
+_OPTIONS = ("timeout", "cwd", "env", "user", "input")
+_ARGUMENTS = {"cmd", *_OPTIONS}
+
+
+class LaneWorkspace:
+    """The workspace of a lane; see `ports.Workspace`.
+
+    Args:
+        hooked: whether `PreToolUse` and `PostToolUse` hooks are told of commands. Tools tell them themselves.
+    """
+
+    def __init__(self, context: RunContext, info: LaneInfo, *, hooked: bool = True) -> None:
+        self._context = context
+        self._info = info
+        self._hooked = hooked
+
+    @property
+    def id(self) -> str:
+        """Name of the workspace."""
+        return self._context.workspace.id
+
+    def exec(
+        self,
+        cmd: str,
+        *,
+        timeout: float | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        input: bytes | str | None = None,
+        check: bool = False,
+    ) -> ExecResult:
+        """See `ports.Workspace`. A command that a hook denies ends with exit code 126 and the reason as its error output.
+
+        Raises:
+            LimitExceeded: the run or the lane has no time left.
+        """
+        given = {"cmd": cmd, "timeout": timeout, "cwd": cwd, "env": env, "user": user, "input": input}
+        asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        result = self._with_hooks(asked) if self._hooked else self._exec(**asked)
+        if check and result.exit_code != 0:
+            raise CommandFailed(cmd, result)
+        return result
+
+    def read(self, path: str) -> bytes:
+        """See `ports.Workspace`."""
+        return self._context.workspace.read(path)
+
+    def write(self, path: str, data: bytes | str, *, mode: int = 0o644) -> None:
+        """See `ports.Workspace`."""
+        self._context.workspace.write(path, data, mode=mode)
+
+    def write_many(self, files: Mapping[str, bytes], folder: str) -> None:
+        """See `ports.Workspace`."""
+        self._context.workspace.write_many(files, folder)
+
+    def upload(self, local: Path, path: str) -> None:
+        """See `ports.Workspace`."""
+        self._context.workspace.upload(local, path)
+
+    def download(self, path: str, local: Path) -> None:
+        """See `ports.Workspace`."""
+        self._context.workspace.download(path, local)
+
+    def kill_all(self) -> None:
+        """See `ports.Workspace`."""
+        self._context.workspace.kill_all()
+
+    def close(self) -> None:
+        """Do nothing: the session closes the workspace."""
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _exec(self, cmd: str, *, timeout: float | None = None, **given: Any) -> ExecResult:
+        context, lane = self._context, self._info.lane
+        left = context.meter.left_s(lane)
+        limit = timeout if left is None else min(left, timeout if timeout is not None else left)
+        result = context.workspace.exec(cmd, timeout=limit, **given)
+        context.observer(ToolRan(context.clock.time(), context.run, cmd, result.exit_code, result.duration_s))
+        context.meter.check(lane)
+        return result
+
+    def _with_hooks(self, asked: Mapping[str, Any]) -> ExecResult:
+        def work(given: Mapping[str, Any]) -> ToolOutput:
+            if given is not asked and not (set(given) <= _ARGUMENTS and isinstance(given.get("cmd"), str)):
+                raise HookError(
+                    f"a PreToolUse hook edited the input of exec to {given!r}; it takes cmd and {', '.join(_OPTIONS)}"
+                )
+            done = self._exec(**given)
+            return ToolOutput(done.stdout, done.exit_code != 0, done)
+
+        output = ToolUse(self._context.hooks, self._context.clock, self._info, "exec").run(asked, work)
+        if output.result is None:
+            return ExecResult(exit_code=_DENIED, stdout="", stderr=output.text)
+        return msgspec.structs.replace(output.result, stdout=output.text)
