@@ -16,6 +16,7 @@ import msgspec
 
 from gyre_sdk.errors import ReplicaError
 from gyre_sdk.harness.proxy.sse import SseDecoder
+from gyre_sdk.harness.proxy.wire import Wire
 from gyre_sdk.records import Sampling, VersionSpan
 
 MISSING_LOGPROB = -9998.0
@@ -105,6 +106,7 @@ class Upstream:
         self._versions = versions
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session: aiohttp.ClientSession | None = None
+        self._wire = Wire(self._headers)
 
     async def open(self) -> None:
         """Make the connection pool; its idle connections close before vLLM closes them (5 s)."""
@@ -116,6 +118,7 @@ class Upstream:
 
     async def close(self) -> None:
         """Close the connections."""
+        self._wire.close()
         if self._session is not None:
             await self._session.close()
 
@@ -161,20 +164,20 @@ class Upstream:
         body = await asyncio.to_thread(_encode, wire) if len(ids) > _LARGE else _encode(wire)
         decoder = SseDecoder()
         try:
-            async with self._open_session.post(
-                f"{url}/inference/v1/generate",
-                data=body,
-                headers={"Content-Type": "application/json", "X-Request-Id": request_id},
-            ) as response:
-                if response.status != 200:
-                    await self._raise_status(url, response)
-                while chunk := await response.content.readany():
+            reply, finished = await self._wire.post(url, "/inference/v1/generate", body, request_id), False
+            try:
+                if reply.status != 200:
+                    raise _refusal(url, reply.status, await reply.read())
+                while chunk := await reply.read_any():
                     piece = self._piece(url, decoder, chunk, version)
                     if piece is not None:
+                        finished = piece.finish is not None
                         yield piece
-                        if piece.finish is not None:
+                        if finished:
                             return
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            finally:
+                reply.close(nearly_over=finished)
+        except (TimeoutError, OSError) as error:
             raise ReplicaError(f"replica {url} broke off: {type(error).__name__}: {error}") from error
         raise ReplicaError(f"replica {url} ended the stream without a finish reason")
 
@@ -223,12 +226,6 @@ class Upstream:
             raise ReplicaError("the upstream client is not open")
         return self._session
 
-    async def _raise_status(self, url: str, response: aiohttp.ClientResponse) -> None:
-        text = (await response.text())[:2000]
-        if response.status in _REFUSALS:
-            raise Refused(f"the engine refused the request: {_reason(text)}", 400)
-        raise ReplicaError(f"replica {url} answered HTTP {response.status}: {_reason(text)}")
-
     def _piece(self, url: str, decoder: SseDecoder, data: bytes, version: int) -> Piece | None:
         ids: list[int] = []
         logprobs: list[float | None] = []
@@ -261,6 +258,13 @@ class Upstream:
     def _version(self, label: str | int, known: int) -> int:
         text = str(label)
         return int(text) if text.isdigit() else self._versions.get(text, known)
+
+
+def _refusal(url: str, status: int, body: bytes) -> ReplicaError:
+    text = body[:2000].decode(errors="replace")
+    if status in _REFUSALS:
+        return Refused(f"the engine refused the request: {_reason(text)}", 400)
+    return ReplicaError(f"replica {url} answered HTTP {status}: {_reason(text)}")
 
 
 def _sampling_params(sampling: Sampling, stop_ids: Sequence[int], max_tokens: int, interval: int) -> dict[str, Any]:
