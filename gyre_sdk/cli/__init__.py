@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import typer
 
-from gyre_sdk.cli import fsck, machine, replay, store, watch
+from gyre_sdk.cli import fsck, machine, replay, store, task, watch
 from gyre_sdk.errors import GyreError
 
 __all__ = ["app", "main"]
@@ -41,6 +41,10 @@ sandbox = typer.Typer(help="Images for workspaces, built without a registry.", n
 sandbox.command("list")(machine.sandbox_list)
 sandbox.command("build")(machine.sandbox_build)
 app.add_typer(sandbox, name="sandbox")
+tasks = typer.Typer(help="Look at tasks before agents do.", no_args_is_help=True)
+tasks.command("check")(task.check)
+tasks.command("list")(task.show)
+app.add_typer(tasks, name="task")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

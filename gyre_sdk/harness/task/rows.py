@@ -78,4 +78,5 @@ def _values(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def _artifact(item: Any) -> Artifact:
     if isinstance(item, str):
         return Artifact(item)
-    return Artifact(**{key: tuple(value) if isinstance(value, list) else value for key, value in item.items()})
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in item.items()}
+    return Artifact(**fields)
