@@ -311,7 +311,9 @@ def write_folders(root: Path, tasks: Sequence[Task]) -> list[Path]:
                 f'split = "{task.split}"\nkinds = [{kinds}]\n\n'
                 '[metadata.gyre]\nfiles = "environment/files"\n\n'
                 '[environment]\ndocker_image = "gyre/base"\nworkdir = "/workspace"\n\n'
-                "[agent]\ntimeout_sec = 120.0\n\n[verifier]\ntimeout_sec = 30.0\n"
+                "[agent]\ntimeout_sec = 120.0\n\n"
+                # thousands of short runs in recycled workspaces, whose tests load nothing of the agent's
+                '[verifier]\ntimeout_sec = 30.0\nenvironment_mode = "shared"\n'
             ),
             "instruction.md": task.instruction + "\n",
             "tests/test.sh": task.test_script,

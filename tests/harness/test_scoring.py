@@ -16,7 +16,7 @@ from gyre_sdk.harness.workspace import DockerWorkspace, Isolation, LocalWorkspac
 from gyre_sdk.records import Score
 
 pytestmark = pytest.mark.docker
-LIMITS = {"memory_mb": 128, "pids": 64}
+LIMITS = {"memory_mb": 128, "pids": 64, "verifier_mode": "shared"}
 VERIFIER = 'if grep -q fixed app.txt; then r=1; else r=0; fi; echo "$r" > /logs/verifier/reward.txt\n'
 BUSY = "setsid nohup sh -c '{}' >/dev/null 2>&1 &"
 ATTACKS = {  # scoring-forged-reward-files
@@ -191,11 +191,11 @@ def test_a_lost_workspace_is_not_a_score(docker_client, base_image):
 
 def test_scorers_in_python(workspace):
     def with_scorer(scorer):
-        return score(Task(instruction="x", scorer=scorer), workspace)
+        return score(Task(instruction="x", scorer=scorer, verifier_mode="shared"), workspace)
 
     workspace.write("app.txt", "fixed")
     assert with_scorer(lambda ws: float(ws.read("app.txt") == b"fixed")).reward == 1.0
-    assert with_scorer(lambda ws: {"a": 1, "b": 0}) == Score(0.5, {"a": 1.0, "b": 0.0})
+    assert with_scorer(lambda ws: {"a": 1, "b": 0}) == Score(0.5, {"a": 1.0, "b": 0.0}, mode="shared")
     assert with_scorer(lambda ws: Score(0.2, {"x": 1.0}, "why")).explanation == "why"
     for wrong in (None, float("nan"), True, "1", {}, Score(float("inf"))):
         with pytest.raises(ScoringError):
@@ -210,6 +210,7 @@ def test_the_agents_processes_are_dead_before_a_scorer_looks(workspace):
     score(
         Task(
             instruction="x",
+            verifier_mode="shared",
             scorer=lambda ws: seen.append(ws.exec("ps -eo args | grep -c '[s]leep 31477'").stdout) or 1.0,
         ),
         workspace,
