@@ -62,6 +62,8 @@ class _Chunk(msgspec.Struct):
     error: Any = None
 
 
+_GATHER_SECONDS = 0.02
+"""How long events of an answer that nobody watches may wait for each other."""
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 _decode_paused = msgspec.json.Decoder(_Paused).decode
 _encode = msgspec.json.Encoder().encode
@@ -168,7 +170,7 @@ class Upstream:
             try:
                 if reply.status != 200:
                     raise _refusal(url, reply.status, await reply.read())
-                while chunk := await reply.read_any():
+                while chunk := await reply.read_any(_GATHER_SECONDS if interval > 1 else 0.0):
                     piece = self._piece(url, decoder, chunk, version)
                     if piece is not None:
                         finished = piece.finish is not None

@@ -31,13 +31,16 @@ class Reply:
         self._connection: _Connection | None = connection
         self._pool = pool
 
-    async def read_any(self) -> bytes:
+    async def read_any(self, gather: float = 0.0) -> bytes:
         """Return what has come since the last time, at least a byte; nothing at the end.
+
+        Args:
+            gather: seconds to wait for more once something has come, unless the answer ends: for readers in no hurry.
 
         Raises:
             OSError: the connection broke off; everything that came before has been returned.
         """
-        return await self._connection.read_any() if self._connection is not None else b""
+        return await self._connection.read_any(gather) if self._connection is not None else b""
 
     async def read(self) -> bytes:
         """Return the rest."""
@@ -167,6 +170,7 @@ class _Connection(asyncio.Protocol):
         self._pieces: deque[bytes] = deque()
         self._held = 0
         self._paused = False
+        self._gathering = False
         self._complete = True
         self._keep = True
         self._problem: OSError | None = None
@@ -195,7 +199,7 @@ class _Connection(asyncio.Protocol):
                 raise self._problem
             await self._wait()
 
-    async def read_any(self) -> bytes:
+    async def read_any(self, gather: float) -> bytes:
         """See `Reply.read_any`."""
         while not self._pieces:
             if self._complete:
@@ -203,6 +207,8 @@ class _Connection(asyncio.Protocol):
             if self._problem is not None:
                 raise self._problem
             await self._wait()
+        if gather and not self._complete and self._problem is None and not self._paused:
+            await self._more(gather)
         data = self._pieces.popleft() if len(self._pieces) == 1 else b"".join(self._pieces)
         self._pieces.clear()
         self._held = 0
@@ -223,6 +229,16 @@ class _Connection(asyncio.Protocol):
         """Close at once."""
         if self._transport is not None:
             self._transport.abort()
+
+    async def _more(self, seconds: float) -> None:
+        """Wait for the end of the answer, or a break, or a while."""
+        timer = self._loop.call_later(seconds, self._wake)
+        self._gathering = True
+        try:
+            await self._wait()
+        finally:
+            self._gathering = False
+            timer.cancel()
 
     async def _wait(self) -> None:
         self._waiter = self._loop.create_future()
@@ -256,7 +272,8 @@ class _Connection(asyncio.Protocol):
         if self._held > _HELD and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
-        self._wake()
+        if not self._gathering or self._complete or self._problem is not None or self._paused:
+            self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""

@@ -248,3 +248,50 @@ def test_tls_is_spoken_and_certificates_are_checked(tmp_path: Path, monkeypatch:
             reply.close()
 
     asyncio.run(run())
+
+
+def test_a_reader_in_no_hurry_gets_an_answer_in_one_piece_and_a_slow_one_in_several() -> None:
+    async def run() -> None:
+        go_on = asyncio.Event()
+
+        async def serve(request: bytes, writer: asyncio.StreamWriter) -> None:
+            writer.write(CHUNKED + b"5\r\nhello\r\n")
+            await writer.drain()
+            if request.endswith(b"slow"):
+                await go_on.wait()
+            for _ in range(3):
+                await asyncio.sleep(0)
+                writer.write(b"4\r\nmore\r\n")
+            writer.write(b"0\r\n\r\n")
+
+        async with engine(serve) as made:
+            wire = Wire({})
+            reply = await wire.post(made.url, "/x", b"fast", "r")
+            assert await reply.read_any(60.0) == b"hellomoremoremore", "the end does not wait"
+            reply.close()
+            reply = await wire.post(made.url, "/x", b"slow", "r")
+            assert await reply.read_any(0.05) == b"hello"
+            go_on.set()
+            assert await reply.read_any(60.0) == b"moremoremore"
+            assert await reply.read_any(60.0) == b""
+            assert made.connections == 1
+            wire.close()
+
+    asyncio.run(run())
+
+
+def test_a_break_does_not_wait_for_more() -> None:
+    async def serve(request: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(CHUNKED + b"5\r\nhello\r\n")
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.close()
+
+    async def run() -> None:
+        async with engine(serve) as made:
+            reply = await Wire({}).post(made.url, "/x", b"{}", "r")
+            assert await reply.read_any(60.0) == b"hello"
+            with pytest.raises(OSError, match="closed"):
+                await reply.read_any(60.0)
+
+    asyncio.run(run())
