@@ -18,7 +18,7 @@ from gyre_sdk.harness.workspace.hardening import Phase
 from gyre_sdk.harness.workspace.isolation import Isolation
 from gyre_sdk.harness.workspace.local import LocalWorkspace, sweep_local
 from gyre_sdk.harness.workspace.pool import PooledWorkspace, WorkspacePool
-from gyre_sdk.harness.workspace.reaper import sweep
+from gyre_sdk.harness.workspace.sweeping import Swept, sweep
 
 AnyWorkspace = DockerWorkspace | LocalWorkspace | PooledWorkspace
 
@@ -28,6 +28,7 @@ __all__ = [
     "Isolation",
     "LocalWorkspace",
     "PooledWorkspace",
+    "Swept",
     "WorkspacePool",
     "choose",
     "open_workspace",
@@ -73,7 +74,4 @@ def open_workspace(
         if snapshot is not None:
             raise WorkspaceError(f"snapshot {snapshot!r} needs a Docker engine; local workspaces have none")
         return LocalWorkspace(replace(task, env={**task.env, **(env or {})}), run_id=run_id)
-    network = task.network if phase == "agent" else task.verifier_network
-    if network != "none":
-        raise WorkspaceError(f"task {task.name!r}: network {network!r} is not supported; use 'none'")
     return DockerWorkspace(task, shared_client(engine), run_id=run_id, snapshot=snapshot, phase=phase, env=env)

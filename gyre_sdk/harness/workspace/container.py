@@ -14,7 +14,7 @@ from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 
 from gyre_sdk.errors import WorkspaceError
 from gyre_sdk.harness.task import Task
-from gyre_sdk.harness.workspace import owner, reaper
+from gyre_sdk.harness.workspace import disk, owner, reaper
 from gyre_sdk.harness.workspace.images import Image, image_missing
 
 _SLACK = 900.0
@@ -76,6 +76,7 @@ class Container:
                     labels=owner.labels(owner.me(), run=run, deadline=self.deadline, name=name),
                 )["Id"]
                 reaper.watch(id(self), self.remove)
+                disk.guard(client)
                 prepare(self.id)
                 client.api.start(self.id)
         except ImageNotFound as error:
@@ -104,6 +105,13 @@ class Container:
         _kept.append_response(raw, found)
         return raw
 
+    def pid(self) -> int:
+        """Return the id of its first process on the engine's machine; 0 when it is not running or cannot be asked for."""
+        try:
+            return int(self.client.api.inspect_container(self.id)["State"].get("Pid") or 0)
+        except (DockerException, OSError, KeyError):
+            return 0
+
     def post_mortem(self, detail: str) -> str | None:
         """Return why the container is dead, or None when it runs."""
         try:
@@ -114,6 +122,9 @@ class Container:
             return f"the Docker engine does not answer ({_said(error)})"
         if state.get("Running") and not state.get("Dead"):
             return None
+        ended = disk.why_ended(self.id)
+        if ended is not None:
+            return ended
         if time.time() >= self.deadline - 1:
             return f"its lifetime of {self.ttl_s:g} s is over; give the task longer time limits"
         end = self._end(state)

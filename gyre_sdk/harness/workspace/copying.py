@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
 import docker
-from docker.errors import DockerException
 
 from gyre_sdk.harness.workspace import memory
 from gyre_sdk.harness.workspace.hardening import SUPERVISOR_FOLDER
 from gyre_sdk.harness.workspace.images import Image
 from gyre_sdk.harness.workspace.overlay import NotHere, copy_tree, folder_of, upper_folder
-from gyre_sdk.harness.workspace.snapshots import paused
 
 
 class Copying:
@@ -37,7 +35,8 @@ class Copying:
         self.image = image
         self._client, self._source, self._folders = client, source, [one for one in folders if one != SUPERVISOR_FOLDER]
         self._upper: Path = upper
-        self._halted = ExitStack()
+        self._halting = ThreadPoolExecutor(1)
+        self._halted: Future[None] | None = self._halting.submit(client.api.pause, source)
         self._pid = 0
         self._held: list[str] = []
 
@@ -46,21 +45,28 @@ class Copying:
         target = upper_folder(self._client, container)
         if target is None:
             raise NotHere("the layer of the new container cannot be reached")
-        self._halted.enter_context(paused(self._client, self._source))
+        if self._halted is not None:
+            self._halted.result()
         self._pid = memory.pid_of(self._client, self._source)
         self._held = memory.filled(self._pid, self._folders)
         copy_tree(self._upper, target)
         if not self._held:
-            self._halted.close()
+            self._go_on()
 
     def after_start(self, container: str) -> None:
         """Copy what the source holds in memory into the started container."""
         started = memory.pid_of(self._client, container)
         if self._held:
             memory.copy(self._pid, started, self._held)
-        self._halted.close()
+        self._go_on()
         with folder_of(started, SUPERVISOR_FOLDER) as folder:
             os.fchmod(folder, 0o1777)  # mounted on a folder that the source left there, memory takes that folder's mode
+
+    def _go_on(self) -> None:
+        """Let the source run again, beside whatever comes next."""
+        if self._halted is not None:
+            self._halted = None
+            self._halting.submit(self._client.api.unpause, self._source)
 
     def __enter__(self) -> Copying:
         return self
@@ -68,7 +74,5 @@ class Copying:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self._halted.close()
-        except DockerException:  # the source died meanwhile: its next use says so
-            pass
+        self._go_on()
+        self._halting.shutdown(wait=True)

@@ -13,6 +13,8 @@ from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace.channel import SocketChannel
 from gyre_sdk.harness.workspace.container import Container, NotAttached, lifetime, release
 from gyre_sdk.harness.workspace.copying import Copying
+from gyre_sdk.harness.workspace.disk import require_room
+from gyre_sdk.harness.workspace.expose import Exposure
 from gyre_sdk.harness.workspace.hardening import (
     SUPERVISOR_FOLDER,
     Phase,
@@ -22,6 +24,7 @@ from gyre_sdk.harness.workspace.hardening import (
     user_of,
 )
 from gyre_sdk.harness.workspace.images import MEMORY, SHELL_LABEL, phase_image
+from gyre_sdk.harness.workspace.network import Network, plan
 from gyre_sdk.harness.workspace.output import OUTPUT_LIMIT
 from gyre_sdk.harness.workspace.overlay import NotHere
 from gyre_sdk.harness.workspace.owner import RUN
@@ -29,6 +32,7 @@ from gyre_sdk.harness.workspace.recycling import cleaning
 from gyre_sdk.harness.workspace.snapshots import KEPT_S, WORKDIR_OWNER, remove, take
 from gyre_sdk.harness.workspace.supervised import SupervisedWorkspace
 from gyre_sdk.harness.workspace.supervisor import Supervisor, SupervisorLost, arguments, fresh_nonce
+from gyre_sdk.harness.workspace.users import ids_of
 
 if TYPE_CHECKING:
     import docker
@@ -63,13 +67,16 @@ class DockerWorkspace(SupervisedWorkspace):
         env: Mapping[str, str] | None = None,
         copying: Copying | None = None,
     ) -> None:
+        require_room(client, "another workspace")
         image = copying.image if copying else phase_image(client, task, snapshot, phase)
         user = user_of(task, phase, image.user)
         workdir = task.workdir or image.workdir
-        variables = {**task.env, **(env or {})}
+        ttl_s = ttl_s or lifetime(task)
+        self.network = Network(client, plan(task, phase), run=run_id, ttl_s=ttl_s)
+        variables = {**self.network.variables, **task.env, **(env or {})}
         if not is_root(user):
             variables.setdefault("HOME", workdir)
-        uid = "0:0" if is_root(user) else user
+        uid = ids_of(client, image, user)
         read_only = read_only or task.read_only
         self.task, self.phase, self.run_id, self.image = task, phase, run_id, image
         self._memory = memory_folders(task, uid=uid, workdir=workdir, read_only=read_only)
@@ -81,21 +88,24 @@ class DockerWorkspace(SupervisedWorkspace):
             "output_limit": output_limit,
         }
         self._basis: str | None = None
-        network = task.network if phase == "agent" else task.verifier_network
-        container = Container(
-            client,
-            image,
-            host_settings(
-                task, network=network, memory=self._memory, read_only=read_only, cpus_there=os.cpu_count() or 1
-            ),
-            run=run_id,
-            workdir=workdir,
-            ttl_s=ttl_s or lifetime(task),
-            prepare=copying.before_start if copying else lambda id: self._give_workdir(client, id, uid, workdir),
+        self._exposed: dict[int, Exposure] = {}
+        settings = host_settings(
+            task,
+            network=self.network.settings,
+            memory=self._memory,
+            read_only=read_only,
+            cpus_there=os.cpu_count() or 1,
         )
+        prepare = copying.before_start if copying else lambda id: self._give_workdir(client, id, uid, workdir)
+        try:
+            container = Container(client, image, settings, run=run_id, workdir=workdir, ttl_s=ttl_s, prepare=prepare)
+        except BaseException:
+            self.network.close()
+            raise
         super().__init__(container.id[:12], workdir=workdir, user=user, env=variables, output_limit=output_limit)
         self.container = container
         try:
+            self.network.attach(container.id)
             if copying is not None:
                 copying.after_start(container.id)
             self._supervisor(self.user)
@@ -112,8 +122,8 @@ class DockerWorkspace(SupervisedWorkspace):
         numbers = uid.split(":")
         if workdir in self._memory or not numbers[0].isdigit():
             return
-        if self.image.labels.get(WORKDIR_OWNER) == f"{uid} {workdir}":
-            return
+        if self.image.labels.get(WORKDIR_OWNER) == f"{uid} {workdir}" or (self.image.passing and is_root(uid)):
+            return  # it is so already; root does not need it
         archive = self.image.workdir_for(client, workdir, int(numbers[0]), int(numbers[-1]))
         if archive is not None:
             client.api.put_archive(container, posixpath.dirname(workdir), archive)
@@ -136,6 +146,7 @@ class DockerWorkspace(SupervisedWorkspace):
         """
         with self._lock:
             self._alive()
+        require_room(self.container.client, f"a snapshot of workspace {self.id}")
         ttl_s = ttl_s or (KEPT_S if keep else self.container.ttl_s)
         try:
             return take(
@@ -168,6 +179,9 @@ class DockerWorkspace(SupervisedWorkspace):
                 return self._another(copying=copying)
         except NotHere:
             pass
+        except WorkspaceError as error:
+            self._check(str(error))
+            raise
         basis = self.snapshot()
         try:
             forked = self._another(snapshot=basis)
@@ -176,6 +190,36 @@ class DockerWorkspace(SupervisedWorkspace):
             raise
         forked._basis = basis
         return forked
+
+    def expose(self, port: int) -> tuple[str, int]:
+        """Return the (host, port) on this machine's loopback that reaches 127.0.0.1:`port` inside, until the workspace closes.
+
+        What listens there may start later. The host port is the system's choice, so that no two workspaces ever want the same.
+
+        Raises:
+            WorkspaceUnavailable: the workspace is dead.
+            WorkspaceError: this process is not root on the engine's own machine.
+        """
+        with self._lock:
+            self._alive()
+            if port not in self._exposed:
+                self._exposed[port] = Exposure(self.container.pid(), self.container.id, port)
+            return self._exposed[port].address
+
+    def connect_proxy(self, base_url: str, api_key: str) -> str:
+        """Make the recording proxy reachable inside for one lane, and return its base URL there; see `network.Network`.
+
+        Raises:
+            WorkspaceUnavailable: the workspace is dead.
+            WorkspaceError: no listener can be placed inside.
+        """
+        with self._lock:
+            self._alive()
+        try:
+            return self.network.connect_proxy(base_url, api_key)
+        except WorkspaceError as error:
+            self._check(str(error))
+            raise
 
     def _another(self, **how: Any) -> DockerWorkspace:
         return DockerWorkspace(self.task, self.container.client, run_id=self.run_id, **self._options, **how)
@@ -189,7 +233,8 @@ class DockerWorkspace(SupervisedWorkspace):
 
     def begin(self, task: Task, run_id: str) -> None:
         """Start another run in a workspace that `pool.recycle` made clean."""
-        self._env = dict(task.env)
+        self.network.begin()
+        self._env = {**self.network.variables, **task.env}
         self._env.setdefault("HOME", self.workdir)
         self.task, self.run_id = task, run_id
         self._restore()
@@ -237,14 +282,19 @@ class DockerWorkspace(SupervisedWorkspace):
         return self.container.post_mortem(detail)
 
     def _remove(self) -> None:
+        for exposure in self._exposed.values():
+            exposure.close()
+        self._exposed.clear()
+        self.network.disconnect()
         self.container.remove()
+        self.network.close()
         if self._basis is not None:
             remove(self.container.client, self._basis)
             self._basis = None
 
     def describe(self) -> str:
         """Say what this workspace is."""
-        return f"docker container {self.id} of image {self.image.name}"
+        return f"docker container {self.id} of image {self.image.name} with {self.network.describe()}"
 
     def recycle(self, folders: tuple[str, ...]) -> None:
         """Kill everything, empty `folders` (mounts of their own), and look for other state; see the module `pool`.
@@ -252,6 +302,7 @@ class DockerWorkspace(SupervisedWorkspace):
         Raises:
             WorkspaceError: something of the last run may be left; the workspace must not be used again.
         """
+        self.network.disconnect()
         self.kill_all()
         status, lines = self._ask(cleaning(folders))
         if status != 0 or lines:

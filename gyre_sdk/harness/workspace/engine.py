@@ -15,7 +15,8 @@ import docker
 from docker.errors import DockerException
 
 from gyre_sdk.errors import WorkspaceError
-from gyre_sdk.harness.workspace.reaper import sweep
+from gyre_sdk.harness.workspace import reaper
+from gyre_sdk.harness.workspace.sweeping import sweep
 
 DEFAULT_URL = "unix:///var/run/docker.sock"
 POOL_SIZE = 256
@@ -44,6 +45,7 @@ def connect(url: str | None = None) -> docker.DockerClient:
         client.ping()
     except DockerException as error:
         raise WorkspaceError(NO_ENGINE.format(url=url, why=str(error)[:200])) from error
+    reaper.remember(url)
     return client
 
 

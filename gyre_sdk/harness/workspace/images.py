@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
-import posixpath
 import re
-import tarfile
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -20,9 +15,16 @@ from docker.errors import DockerException, ImageNotFound, NotFound
 
 from gyre_sdk.errors import ImageMissing, WorkspaceError
 from gyre_sdk.harness.task import Task
-from gyre_sdk.harness.workspace import owner
+from gyre_sdk.harness.workspace.architecture import check_architecture
+from gyre_sdk.harness.workspace.building import alone, build
+from gyre_sdk.harness.workspace.contents import folder_tar, owned_tar, read_path
+from gyre_sdk.harness.workspace.contexts import context_of, digest_of
 
 DEFAULT_IMAGE = "gyre/base"
+TASK_IMAGES = "gyre/task"
+"""Name of the images that are built for tasks; their tag is a digest of what they are built from."""
+BUILT = "gyre.built"
+"""Label with the name of an image that was built for a task."""
 USER_LABEL = "gyre.user"
 SNAPSHOT = "gyre.snapshot"
 """Label with the name of a snapshot."""
@@ -46,6 +48,8 @@ class Image:
     workdir: str
     """Its own working directory, or `/workspace`."""
     labels: Mapping[str, str] = field(default_factory=dict)
+    architecture: str = ""
+    """What it runs on: `amd64`, `arm64`, ...; empty when it does not say."""
 
     @property
     def passing(self) -> bool:
@@ -55,11 +59,11 @@ class Image:
     def content(self, client: docker.DockerClient, folder: str) -> bytes | None:
         """Return what the image has at `folder` as a tar whose first entry is that folder, or None when it has none."""
         if self.passing:
-            return read_folder(client, self.id, folder)
+            return read_path(client, self.id, folder)
         key = (self.id, folder)
         with _building[f"folder {self.id}"]:
             if key not in _contents:
-                _contents[key] = read_folder(client, self.id, folder)
+                _contents[key] = read_path(client, self.id, folder)
             return _contents[key]
 
     def workdir_for(self, client: docker.DockerClient, workdir: str, uid: int, gid: int) -> bytes | None:
@@ -67,12 +71,7 @@ class Image:
         found = self.content(client, workdir)
         if found is not None:
             return owned_tar(found, uid, gid)
-        out = io.BytesIO()
-        with tarfile.open(fileobj=out, mode="w") as archive:
-            entry = tarfile.TarInfo(posixpath.basename(workdir) or ".")
-            entry.type, entry.mode, entry.uid, entry.gid = tarfile.DIRTYPE, 0o755, uid, gid
-            archive.addfile(entry)
-        return out.getvalue()
+        return folder_tar(workdir, uid, gid)
 
 
 def image_missing(name: str) -> ImageMissing:
@@ -87,14 +86,17 @@ def ensure_image(client: docker.DockerClient, task: Task) -> Image:
 
     Raises:
         ImageMissing: a named image is not present.
-        WorkspaceError: the build failed.
+        WorkspaceError: the build failed, or the image is for another architecture than the engine's.
     """
     if task.dockerfile is not None:
-        return _built(client, task.dockerfile, task.build_timeout_s)
-    name = task.image or DEFAULT_IMAGE
-    found = find_image(client, name)
-    if found is None:
-        raise image_missing(name)
+        found = _built(client, task.dockerfile, task.build_timeout_s)
+    else:
+        name = task.image or DEFAULT_IMAGE
+        there = find_image(client, name)
+        if there is None:
+            raise image_missing(name)
+        found = there
+    check_architecture(client, found.name, found.architecture)
     return found
 
 
@@ -130,101 +132,32 @@ def find_image(client: docker.DockerClient, name: str) -> Image | None:
     config = found.get("Config") or {}
     labels = config.get("Labels") or {}
     user = labels.get(USER_LABEL) or config.get("User") or "0:0"
-    return Image(name, found["Id"], user, config.get("WorkingDir") or "/workspace", labels)
+    return Image(
+        name, found["Id"], user, config.get("WorkingDir") or "/workspace", labels, found.get("Architecture") or ""
+    )
 
 
-def _built(client: docker.DockerClient, context: Path, timeout: float) -> Image:
-    dockerfile = context / "Dockerfile"
+def _built(client: docker.DockerClient, folder: Path, timeout: float) -> Image:
+    dockerfile = folder / "Dockerfile"
     if not dockerfile.is_file():
         raise WorkspaceError(f"{dockerfile} does not exist; write it, or name an image")
-    tag = f"gyre/task:{_digest(client, context)}"
+    bases = {base: find_image(client, base) for base in _bases(dockerfile)}
+    digest = digest_of(folder, [f"{base}={found.id if found else ''}" for base, found in bases.items()])
+    tag = f"{TASK_IMAGES}:{digest}"
     with _building[tag]:
         found = find_image(client, tag)
         if found is None:
-            build(client, context_of(context, {}), tag, timeout)
-            found = find_image(client, tag)
+            with alone(client.api.base_url, tag):
+                found = find_image(client, tag)
+                if found is None:
+                    build(client, context_of(folder), tag, timeout, {BUILT: tag})
+                    found = find_image(client, tag)
         if found is None:
             raise image_missing(tag)
         return found
 
 
-def _digest(client: docker.DockerClient, context: Path) -> str:
-    """Digest a build context and the images that it starts from."""
-    digest = hashlib.sha256()
-    for path in sorted(context.rglob("*")):
-        if path.is_file():
-            digest.update(f"{path.relative_to(context)}\0{path.stat().st_mode & 0o111}\0".encode())
-            digest.update(hashlib.sha256(path.read_bytes()).digest())
-    for base in _FROM.findall((context / "Dockerfile").read_text(errors="replace")):
-        found = find_image(client, base) if base != "scratch" and "$" not in base else None
-        digest.update(f"{base}={found.id if found else ''}\0".encode())
-    return digest.hexdigest()[:24]
-
-
-def context_of(folder: Path, extra: Mapping[str, bytes]) -> bytes:
-    """Return a folder and further files (path -> content) as a build context."""
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as archive:
-        for path in sorted(folder.rglob("*")):
-            archive.add(path, str(path.relative_to(folder)), recursive=False)
-        for name, data in extra.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(data)
-            archive.addfile(entry, io.BytesIO(data))
-    return out.getvalue()
-
-
-def build(client: docker.DockerClient, context: bytes, tag: str, timeout: float) -> None:
-    """Build a context (a tar) with the classic builder, leaving no intermediate container.
-
-    Raises:
-        WorkspaceError: it failed, or took more than `timeout` seconds.
-    """
-    deadline = time.monotonic() + timeout
-    lines: list[str] = []
-    try:
-        for event in client.api.build(
-            fileobj=io.BytesIO(context),
-            custom_context=True,
-            tag=tag,
-            rm=True,
-            forcerm=True,
-            decode=True,
-            timeout=int(timeout) + 1,
-        ):
-            lines += str(event.get("stream") or event.get("error") or "").splitlines()
-            if "error" in event:
-                raise WorkspaceError(f"image {tag!r} cannot be built; its last lines:\n" + "\n".join(lines[-15:]))
-            if time.monotonic() > deadline:
-                raise WorkspaceError(
-                    f"image {tag!r} was not built within {timeout:g} s; raise build_timeout_s. Last lines:\n"
-                    + "\n".join(lines[-15:])
-                )
-    except DockerException as error:
-        raise WorkspaceError(f"image {tag!r} cannot be built: {error}") from error
-
-
-def read_folder(client: docker.DockerClient, image: str, path: str) -> bytes | None:
-    """Return what an image has at `path` as a tar whose first entry is that folder, or None when it has nothing there."""
-    name = owner.container_name()
-    labels = owner.labels(owner.me(), run="", deadline=time.time() + 600, name=name)
-    container = client.api.create_container(image, command=["true"], name=name, labels=labels)["Id"]
-    try:
-        stream, _ = client.api.get_archive(container, path)
-        return b"".join(stream)
-    except NotFound:
-        return None
-    finally:
-        client.api.remove_container(container, force=True)
-
-
-def owned_tar(stream: bytes, uid: int, gid: int) -> bytes | None:
-    """Return a tar with every entry owned by uid:gid, or None when it is already so."""
-    changed = False
-    out = io.BytesIO()
-    with tarfile.open(fileobj=io.BytesIO(stream)) as source, tarfile.open(fileobj=out, mode="w") as target:
-        for entry in source:
-            changed |= (entry.uid, entry.gid) != (uid, gid)
-            entry.uid, entry.gid, entry.uname, entry.gname = uid, gid, "", ""
-            target.addfile(entry, source.extractfile(entry) if entry.isreg() else None)
-    return out.getvalue() if changed else None
+def _bases(dockerfile: Path) -> list[str]:
+    """Return the images that a Dockerfile starts from, as far as they are named outright."""
+    named = _FROM.findall(dockerfile.read_text(errors="replace"))
+    return [base for base in dict.fromkeys(named) if base != "scratch" and "$" not in base]

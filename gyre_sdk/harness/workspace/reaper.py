@@ -6,15 +6,23 @@ import atexit
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 
 import docker
 from docker.errors import APIError, DockerException, NotFound
 
-from gyre_sdk.harness.workspace.owner import NAME, RUN, is_stale, me
+from gyre_sdk.harness.workspace.owner import NAME, OWNER, RUN, is_stale, me
+
+_AT_ONCE = 8
+"""Containers that are removed at a time."""
+_PATIENCE = 10.0
+"""Seconds that a signal's clean-up may take; what is left then ends by its deadline or the next sweep."""
 
 _open: dict[int, Callable[[], None]] = {}
+_engines: set[str] = set()
 _lock = threading.RLock()
 _installed_in: int | None = None
 
@@ -37,6 +45,11 @@ def unwatch(key: int) -> None:
         _open.pop(key, None)
 
 
+def remember(url: str) -> None:
+    """Note an engine that this process may have containers on."""
+    _engines.add(url)
+
+
 def _close_all() -> None:
     if _installed_in != os.getpid():
         return
@@ -47,7 +60,7 @@ def _close_all() -> None:
             _, close = _open.popitem()
         try:
             close()
-        except Exception:  # boundary: at exit every other workspace still has to go
+        except (Exception, KeyboardInterrupt):  # boundary: at exit every other workspace still has to go
             pass
 
 
@@ -61,9 +74,44 @@ def _install_signals() -> None:
 
 
 def _ended(number: int, frame: FrameType | None) -> None:
-    _close_all()
+    """Clean up and end.
+
+    The interrupted thread may hold any lock, also one of a client's connection pool: all is done in another thread, and what
+    is on engines by clients of its own.
+    """
+    cleaning = threading.Thread(target=_remove_mine_everywhere, daemon=True)
+    cleaning.start()
+    cleaning.join(_PATIENCE)
+    closing = threading.Thread(target=_close_all, daemon=True)
+    closing.start()
+    closing.join(_PATIENCE)
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
+
+
+def _remove_mine_everywhere() -> None:
+    for url in list(_engines):
+        try:
+            client = docker.DockerClient(base_url=url, max_pool_size=_AT_ONCE, timeout=_PATIENCE)
+            remove_mine(client)
+            client.close()
+        except (DockerException, OSError):  # an engine that does not answer keeps them until their deadline
+            pass
+
+
+def remove_mine(client: docker.DockerClient) -> int:
+    """Remove every container of this process, also those that other threads are about to start; return how many."""
+    count = 0
+    quiet = 0
+    with ThreadPoolExecutor(_AT_ONCE) as removing:
+        while quiet < 2:
+            found = owned(client)
+            list(removing.map(lambda container: remove(client, container), found))
+            count += len(found)
+            quiet = 0 if found else quiet + 1
+            if quiet == 1 and _open:
+                time.sleep(0.2)  # a start that was under way when the signal came
+    return count
 
 
 def remove(client: docker.DockerClient, container: str) -> None:
@@ -77,7 +125,7 @@ def remove(client: docker.DockerClient, container: str) -> None:
             raise
 
 
-def sweep(client: docker.DockerClient) -> list[str]:
+def sweep_containers(client: docker.DockerClient) -> list[str]:
     """Remove gyre's containers whose owner is dead or whose deadline has passed; return their ids.
 
     Containers without gyre's labels, and those of living owners, are never touched.
@@ -91,10 +139,14 @@ def sweep(client: docker.DockerClient) -> list[str]:
     return removed
 
 
+def own_label() -> str:
+    """Return the label that this process's containers have, as a filter."""
+    return f"{OWNER}={me().pid}:{me().start}"
+
+
 def owned(client: docker.DockerClient) -> list[str]:
     """Return the ids of the containers that this process opened and that still exist, running or not."""
-    label = f"gyre.owner={me().pid}:{me().start}"
     try:
-        return [found["Id"] for found in client.api.containers(all=True, filters={"label": label})]
+        return [found["Id"] for found in client.api.containers(all=True, filters={"label": own_label()})]
     except DockerException:
         return []

@@ -12,7 +12,9 @@ from pathlib import Path
 import docker
 
 from gyre_sdk.errors import WorkspaceError
-from gyre_sdk.harness.workspace.images import Image, build, context_of, find_image, image_missing
+from gyre_sdk.harness.workspace.building import build
+from gyre_sdk.harness.workspace.contexts import context_of
+from gyre_sdk.harness.workspace.images import Image, find_image, image_missing
 
 SANDBOXES = Path(__file__).parents[3] / "sandboxes"
 """One folder per sandbox image, in a checkout of gyre."""

@@ -1,6 +1,6 @@
 """Snapshots: what a workspace holds as an image of the engine. Files only: processes and memory are never kept.
 
-A snapshot is labelled as gyre's, with the run, the owner and a deadline. `reaper.sweep` removes it once its owner is dead or its
+A snapshot is labelled as gyre's, with the run, the owner and a deadline. `sweep` removes it once its owner is dead or its
 deadline has passed; one that is *kept* outlives its owner until the deadline, or until the room for kept snapshots is used
 up: the oldest go first.
 """
@@ -23,6 +23,7 @@ from docker.types import LogConfig
 
 from gyre_sdk.errors import WorkspaceError
 from gyre_sdk.harness.workspace import memory, owner, reaper
+from gyre_sdk.harness.workspace.contents import folder_tar
 from gyre_sdk.harness.workspace.hardening import CAPABILITIES, SUPERVISOR_FOLDER
 from gyre_sdk.harness.workspace.images import MEMORY, SNAPSHOT, USER_LABEL, Image
 from gyre_sdk.harness.workspace.overlay import NotHere
@@ -107,7 +108,10 @@ def take(
         undone.callback(remove, client, name)
         try:
             if not read_only:
-                client.api.put_archive(container, posixpath.dirname(SUPERVISOR_FOLDER), _mount_point())
+                client.api.put_archive(
+                    container, posixpath.dirname(SUPERVISOR_FOLDER), folder_tar(SUPERVISOR_FOLDER, 0, 0, 0o1777)
+                )
+                # (memory mounted on a folder that exists takes that folder's mode)
             archive, held = _at_rest(
                 client, container, user, sorted(folders), (lambda: None) if read_only else (lambda: commit(container))
             )
@@ -148,16 +152,6 @@ def paused(client: docker.DockerClient, container: str) -> Iterator[None]:
         yield
     finally:
         client.api.unpause(container)
-
-
-def _mount_point() -> bytes:
-    """Return a tar with the supervisor's folder: memory mounted on a folder that exists takes that folder's mode."""
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as archive:
-        entry = tarfile.TarInfo(posixpath.basename(SUPERVISOR_FOLDER))
-        entry.type, entry.mode = tarfile.DIRTYPE, 0o1777
-        archive.addfile(entry)
-    return out.getvalue()
 
 
 def _add(
@@ -217,7 +211,7 @@ def _stale(client: docker.DockerClient, image: Image, archive: IO[bytes], folder
 
 
 def remove(client: docker.DockerClient, name: str) -> None:
-    """Remove a snapshot; one that is gone, or in use by a container, is left to `reaper.sweep`."""
+    """Remove a snapshot; one that is gone, or in use by a container, is left to `sweep`."""
     try:
         client.api.remove_image(name)
     except (ImageNotFound, NotFound):

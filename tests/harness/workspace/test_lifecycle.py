@@ -86,7 +86,7 @@ def test_what_a_killed_owner_left_is_swept_and_nothing_else(docker_client, docke
     process.wait()
     left = labelled(docker_client, process.pid)
     assert len(left) == 2
-    assert sorted(sweep(docker_client)) == sorted(left)
+    assert sorted(sweep(docker_client).containers) == sorted(left)
     assert labelled(docker_client, process.pid) == []
     assert mine.exec("echo alive").stdout == "alive\n"
     assert len(labelled(docker_client, alive.pid)) == 2
