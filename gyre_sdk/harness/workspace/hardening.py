@@ -59,14 +59,17 @@ def memory_folders(task: Task, *, uid: str, workdir: str, read_only: bool) -> di
 
 
 def host_settings(
-    task: Task, *, network: str, memory: Mapping[str, str], read_only: bool, cpus_there: int
+    task: Task, *, network: Mapping[str, Any], memory: Mapping[str, str], read_only: bool, cpus_there: int
 ) -> dict[str, Any]:
     """Return the engine's limits for a task: bounded everything, nothing of the host, no new privileges.
 
     No host path is mounted, and the engine's default seccomp profile stays in force.
+
+    Args:
+        network: what belongs to the network, see `network.Network.settings`.
     """
     return {
-        "network_mode": network,
+        **network,
         "init": True,
         "cap_drop": ["ALL"],
         "cap_add": list(CAPABILITIES[task.profile]) or None,

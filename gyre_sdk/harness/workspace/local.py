@@ -57,6 +57,10 @@ class LocalWorkspace(SupervisedWorkspace):
                 f"task {task.name!r} builds its environment from {task.dockerfile / 'Dockerfile'}, which a local workspace"
                 " cannot; use kind='docker'"
             )
+        if task.network in ("allowlist", "full"):
+            raise WorkspaceError(
+                f"task {task.name!r} has network {task.network!r}, which a local workspace cannot give it; use kind='docker'"
+            )
         self.isolation = isolation or best_isolation()
         if not works(self.isolation):
             raise WorkspaceError(

@@ -23,6 +23,7 @@ from gyre_sdk.harness.workspace.docker import DockerWorkspace
 from gyre_sdk.harness.workspace.engine import shared_client
 from gyre_sdk.harness.workspace.images import ensure_image
 from gyre_sdk.harness.workspace.local import LocalWorkspace
+from gyre_sdk.harness.workspace.network import plan
 from gyre_sdk.harness.workspace.recycling import RECYCLED_FOLDERS
 from gyre_sdk.records import ExecResult
 
@@ -110,7 +111,8 @@ class WorkspacePool:
         if not self._recycle or user.partition(":")[0] in ("0", "root"):
             self.started += 1
             return None, DockerWorkspace(task, self._client, run_id=run_id)
-        key: Key = (image.id, user, task.workdir, task.cpus, task.memory_mb, task.pids, task.disk_mb)
+        limits = (task.cpus, task.memory_mb, task.pids, task.disk_mb)
+        key: Key = (image.id, user, task.workdir, limits, plan(task))
         while (ready := self._pop(key)) is not None:
             try:
                 ready.begin(task, run_id)
@@ -262,6 +264,13 @@ class PooledWorkspace:
     def kill_all(self) -> None:
         """See `ports.Workspace`."""
         self.inner.kill_all()
+
+    def connect_proxy(self, base_url: str, api_key: str) -> str:
+        """See `DockerWorkspace.connect_proxy`."""
+        inner = self.inner
+        if not isinstance(inner, DockerWorkspace):
+            raise WorkspaceError(f"{inner.describe()} takes no proxy inside; use a pool with kind='docker'")
+        return inner.connect_proxy(base_url, api_key)
 
     def snapshot(self, *, keep: bool = False, ttl_s: float | None = None) -> str:
         """See `DockerWorkspace.snapshot`."""

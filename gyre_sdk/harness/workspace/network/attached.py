@@ -85,7 +85,7 @@ class Network:
         return proxy_variables(host) if host == "127.0.0.1" else proxy_variables(host, f"localhost,127.0.0.1,{host}")
 
     def attach(self, container: str) -> None:
-        """Connect a container that runs, before anything else runs in it.
+        """Connect a container that runs, before anything of the task runs in it.
 
         Raises:
             WorkspaceError: it cannot be connected; the container must not be used.
@@ -95,6 +95,14 @@ class Network:
             self._helper.end_with(container)
         if self.plan.wire is Wire.BRIDGE and not self.plan.apart:
             guard(self._client, container, run=self._run, local=self._local())
+        self.begin()
+
+    def begin(self) -> None:
+        """Place what belongs to the plan, after `attach` did, or for another run after `disconnect`.
+
+        Raises:
+            WorkspaceError: it cannot be placed.
+        """
         if self.plan.allowed is not None:
             self.egress = Egress(self.plan.allowed)
             self.serve(EGRESS_PORT, self.egress)
