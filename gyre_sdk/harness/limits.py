@@ -114,7 +114,7 @@ def _error_code(error: BaseException) -> object:
 
 def _model_failed(error: BaseException) -> bool:
     """Tell whether an SDK gave up on the model side: no connection, or a 5xx until its retries ended."""
-    if type(error).__module__.partition(".")[0] not in ("openai", "anthropic", "httpx"):
+    if type(error).__module__.partition(".")[0] not in ("openai", "anthropic", "httpx", "httpx2"):
         return False
     status = getattr(error, "status_code", None)
     return status is None or int(status) >= 500

@@ -1,4 +1,4 @@
-"""Fixtures: a small byte-level BPE with Qwen3's special tokens, and Qwen3's own vocabulary where it is at hand."""
+"""Fixtures: a recording service on a scripted engine, a small byte-level BPE with Qwen3's special tokens, and Qwen3's own vocabulary where it is at hand."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from proxy_kit import SHARED
+from session_kit import engine, service  # noqa: F401 - fixtures
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

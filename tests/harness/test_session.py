@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from proxy_engine import Finish, ScriptedEngine, Tokens, Wait
+from session_kit import QUESTION, a_task, ask, stored
 
 import gyre_sdk as gyre
 from gyre_sdk.errors import ImageMissing, ServiceError, SettingsError, WorkspaceUnavailable
@@ -22,42 +22,7 @@ from gyre_sdk.events import Event, LaneOpened, RunEnded, RunStarted, ToolRan
 from gyre_sdk.harness.agent import Lane
 from gyre_sdk.harness.limits import classify
 from gyre_sdk.harness.proxy.routing import ReplicaSpec
-from gyre_sdk.journal import Journal
-from gyre_sdk.records import LaneRecord, RunRecord, RunStatus, Score
-
-QUESTION = [{"role": "user", "content": "Run ls"}]
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[ScriptedEngine]:
-    with ScriptedEngine(lambda request, number: [Tokens([40, 41, 2]), Finish()]) as engine:
-        yield engine
-
-
-@pytest.fixture
-def service(model: Path, tmp_path: Path, engine: ScriptedEngine) -> Iterator[gyre.ServiceClient]:
-    settings = gyre.ProxySettings(store=tmp_path / "s.db", model=model, replicas=(ReplicaSpec(engine.url, 3),))
-    with gyre.serve(settings) as client:
-        yield client
-
-
-def a_task(**changes: Any) -> gyre.Task:
-    values: dict[str, Any] = {
-        "instruction": "Write yes into answer",
-        "name": "answer",
-        "scorer": lambda workspace: float(workspace.exec("cat answer 2>/dev/null").stdout.strip() == "yes"),
-    }
-    return gyre.Task(**(values | changes))
-
-
-def stored(tmp_path: Path) -> tuple[RunRecord, list[LaneRecord], list[Any]]:
-    with Journal(tmp_path / "s.db", "r") as journal:
-        (run,) = journal.runs()
-        return run, journal.lanes(), list(journal.calls())
-
-
-def ask(client: openai.OpenAI) -> str:
-    return client.chat.completions.create(model="policy", messages=QUESTION).choices[0].message.content or ""  # type: ignore[arg-type]
+from gyre_sdk.records import RunStatus, Score
 
 
 def test_block_that_ends_is_scored_and_completed(service: gyre.ServiceClient, tmp_path: Path) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from gyre_sdk.errors import SettingsError
 from gyre_sdk.harness.agent.context import RunContext
-from gyre_sdk.harness.agent.meter import AsyncGate, Gate
+from gyre_sdk.harness.agent.gate import gated
 from gyre_sdk.harness.agent.scope import CompactionScope, SubagentScope
 from gyre_sdk.harness.agent.workspace import LaneWorkspace
 from gyre_sdk.harness.hooks import LaneInfo
@@ -73,17 +73,17 @@ class Lane:
         import openai
 
         if options:
-            return openai.OpenAI(**(self._access(self.base_url, openai.DefaultHttpxClient, Gate) | options))
+            return openai.OpenAI(**(self._access(self.base_url, openai.DefaultHttpxClient) | options))
         if self._client is None:
             shared = {"http_client": self.context.service.model_http, "max_retries": 5}
-            self._client = openai.OpenAI(**(shared | self._access(self.base_url, openai.DefaultHttpxClient, Gate)))
+            self._client = openai.OpenAI(**(shared | self._access(self.base_url, openai.DefaultHttpxClient)))
         return self._client
 
     def async_openai(self, **options: Any) -> AsyncOpenAI:
         """Return an `openai.AsyncOpenAI` client bound to this lane. The caller closes it."""
         import openai
 
-        return openai.AsyncOpenAI(**(self._access(self.base_url, openai.DefaultAsyncHttpxClient, AsyncGate) | options))
+        return openai.AsyncOpenAI(**(self._access(self.base_url, openai.DefaultAsyncHttpxClient) | options))
 
     def anthropic(self, **options: Any) -> Anthropic:
         """Return an `anthropic.Anthropic` client bound to this lane. The caller closes it.
@@ -92,7 +92,7 @@ class Lane:
             SettingsError: the `anthropic` package is not installed.
         """
         package = _anthropic()
-        made: Anthropic = package.Anthropic(**(self._access(self._root, package.DefaultHttpxClient, Gate) | options))
+        made: Anthropic = package.Anthropic(**(self._access(self._root, package.DefaultHttpxClient) | options))
         return made
 
     def async_anthropic(self, **options: Any) -> AsyncAnthropic:
@@ -102,15 +102,15 @@ class Lane:
             SettingsError: the `anthropic` package is not installed.
         """
         package = _anthropic()
-        access = self._access(self._root, package.DefaultAsyncHttpxClient, AsyncGate)
+        access = self._access(self._root, package.DefaultAsyncHttpxClient)
         made: AsyncAnthropic = package.AsyncAnthropic(**(access | options))
         return made
 
-    def _access(self, base_url: str, connections: Callable[..., Any], gate: Callable[..., Any]) -> dict[str, Any]:
+    def _access(self, base_url: str, connections: type[Any]) -> dict[str, Any]:
         """Return the arguments of a client; one of a lane with budgets of its own asks before each call."""
         access: dict[str, Any] = {"base_url": base_url, "api_key": self.api_key}
         if self.context.meter.metered(self.lane):
-            access["http_client"] = connections(transport=gate(self.context.meter, self.lane))
+            access["http_client"] = gated(connections, self.context.meter, self.lane)
         return access
 
     @property

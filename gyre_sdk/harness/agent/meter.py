@@ -6,22 +6,17 @@ a second, and the key is revoked once a budget is spent.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
-from typing import Any
-
-import httpx
 
 from gyre_sdk.errors import LimitExceeded, ServiceError, SettingsError
 from gyre_sdk.harness.agent.accounts import Accounts, Budget
-from gyre_sdk.harness.limits import LIMIT_CODE, Limits
+from gyre_sdk.harness.limits import Limits
 from gyre_sdk.harness.ports import Clock
 from gyre_sdk.harness.service import ServiceClient
 
 _log = logging.getLogger("gyre.session")
 _LOOK_SECONDS = 0.2
-_SAMPLING = ("/chat/completions", "/completions", "/responses", "/messages")
 
 
 class Meter:
@@ -170,45 +165,3 @@ def check_lane_limits(limits: Limits) -> None:
             f"limits: cost_usd = {limits.cost_usd!r} of a sub-agent: cost is counted per run; limit its tokens instead,"
             " or the run's cost"
         )
-
-
-class Gate(httpx.HTTPTransport):
-    """The connection of a metered lane's client: a call beyond a budget is refused as the service would."""
-
-    def __init__(self, meter: Meter, lane: str, **options: Any) -> None:
-        super().__init__(**options)
-        self._meter, self._lane = meter, lane
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request, unless a budget is spent."""
-        refused = _refused(self._meter, self._lane, request)
-        return super().handle_request(request) if refused is None else refused
-
-
-class AsyncGate(httpx.AsyncHTTPTransport):
-    """As `Gate`, for async clients."""
-
-    def __init__(self, meter: Meter, lane: str, **options: Any) -> None:
-        super().__init__(**options)
-        self._meter, self._lane = meter, lane
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request, unless a budget is spent."""
-        refused = await asyncio.to_thread(_refused, self._meter, self._lane, request)
-        return await super().handle_async_request(request) if refused is None else refused
-
-
-def _refused(meter: Meter, lane: str, request: httpx.Request) -> httpx.Response | None:
-    """Return the answer to a call beyond a budget, in a form that the SDKs of OpenAI and Anthropic read."""
-    again = request.headers.get("x-stainless-retry-count", "0") != "0"
-    sampling = request.method == "POST" and request.url.path.endswith(_SAMPLING)
-    try:
-        if sampling and not again:
-            meter.admit(lane)
-        else:
-            meter.check(lane)
-    except LimitExceeded as error:
-        said = {"type": "permission_error", "message": str(error), "code": LIMIT_CODE, "param": None}
-        headers = {"x-should-retry": "false"}
-        return httpx.Response(403, json={"type": "error", "error": said}, headers=headers, request=request)
-    return None
