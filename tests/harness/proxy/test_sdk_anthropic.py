@@ -187,7 +187,10 @@ def test_a_stream_that_breaks_is_an_error_and_no_end(model: Path, tmp_path: Path
     """The engine dies for good in the middle: the SDK raises, and no stop reason was given before."""
     broken = [Tokens(ids_of(model, "The answer")), Wait(0.1), Error()]
     kinds: list[str] = []
-    with talking(model, tmp_path, broken, [Status(503)], patience=0.5) as talk, talk.anthropic() as client:
+    with (
+        talking(model, tmp_path, broken, [Status(503)], patience=0.5, retry_pause=0.002) as talk,
+        talk.anthropic() as client,
+    ):
         body: dict[str, Any] = {"model": "policy", "max_tokens": 64, "messages": GO}
         with pytest.raises(anthropic.APIStatusError) as failed:
             for event in client.messages.create(stream=True, **body):

@@ -190,7 +190,7 @@ def test_an_answer_that_breaks_is_an_error_and_no_end(model: Path, tmp_path: Pat
     """The engine dies for good in the middle: APIError while streaming, InternalServerError else."""
     broken = [Tokens(ids_of(model, "The answer")), Wait(0.1), Error()]
     said: list[Any] = [broken, [Status(503)]]
-    with talking(model, tmp_path, *said, patience=0.5) as talk, talk.openai() as client:
+    with talking(model, tmp_path, *said, patience=0.5, retry_pause=0.002) as talk, talk.openai() as client:
         stream = client.chat.completions.create(model="policy", messages=GO, stream=True)
         finishes: list[Any] = []
         with pytest.raises(openai.APIError):

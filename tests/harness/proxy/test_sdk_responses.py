@@ -191,7 +191,10 @@ def test_limits_and_errors(model: Path, tmp_path: Path) -> None:
 def test_a_stream_that_breaks_is_an_error_and_no_end(model: Path, tmp_path: Path) -> None:
     broken = [Tokens(ids_of(model, "The answer")), Wait(0.1), Error()]
     kinds: list[str] = []
-    with talking(model, tmp_path, broken, [Status(503)], patience=0.5) as talk, talk.openai() as client:
+    with (
+        talking(model, tmp_path, broken, [Status(503)], patience=0.5, retry_pause=0.002) as talk,
+        talk.openai() as client,
+    ):
         try:
             for event in client.responses.create(model="policy", input="go", stream=True):
                 kinds.append(event.type)

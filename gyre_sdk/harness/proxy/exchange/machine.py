@@ -125,6 +125,8 @@ class Exchange:
     """Resolved: `max_tokens` is the call's limit, `stop_token_ids` holds every token that ends it."""
     fruitless_limit: int = 6
     """Attempts in a row that may end without a token before the call fails."""
+    pause: float = 0.05
+    """Seconds to wait after the first of them; four times as long after each further one."""
     status: CallStatus = CallStatus.RECEIVED
     ids: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
@@ -239,7 +241,7 @@ class Exchange:
         if self._fruitless >= self.fruitless_limit:
             problem = f"no replica answered in {self._fruitless} attempts; the last one: {event.message}"
             return [*commands, self._fail(_F, Fail(503, "replicas_failing", problem, retryable=True))]
-        delay = 0.05 * 4 ** (self._fruitless - 1) if self._fruitless else 0.0
+        delay = self.pause * 4 ** (self._fruitless - 1) if self._fruitless else 0.0
         return [*commands, FindReplica(attempt.replica, delay)]
 
     def _on_rejected(self, event: Rejected) -> list[Command]:

@@ -99,7 +99,8 @@ async def prepare(
             raw=list(request.raw),
             received_at=turn.at,
         )
-        turn.calls.append(LiveCall(services, request, intent, Exchange(call, sampling), origin.prompt, template))
+        exchange = Exchange(call, sampling, pause=services.settings.retry_pause)
+        turn.calls.append(LiveCall(services, request, intent, exchange, origin.prompt, template))
     usage, prompts = run.usage, sum(call.prompt_tokens for call in turn.calls)
     usage.calls += len(turn.calls)
     usage.prompt_tokens += prompts
@@ -197,6 +198,7 @@ def revive(services: Services, request: ModelRequest, orphans: list[Orphan]) -> 
         exchange = Exchange(
             record.call,
             record.sampling,
+            pause=services.settings.retry_pause,
             status=record.status if ended or record.sampled_ids else CallStatus.DISPATCHED,
             ids=list(record.sampled_ids),
             logprobs=list(record.logprobs),

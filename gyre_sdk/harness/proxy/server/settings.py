@@ -61,6 +61,9 @@ class ProxySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Largest request body, decompressed, in bytes."""
     patience: float = 120.0
     """Seconds that a call waits for a replica that serves."""
+    retry_pause: float = 0.05
+    """Seconds before a replica is asked again that broke off without a token; four times as long after each further
+    one, and after the sixth the call fails."""
     heartbeat: float = 10.0
     """Seconds of silence after which a streaming agent gets a comment."""
     flush: float = 0.2
