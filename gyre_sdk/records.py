@@ -192,6 +192,46 @@ class ExecResult(msgspec.Struct, frozen=True):
     """True when output beyond the limit was dropped."""
     duration_s: float = 0.0
     """Wall time, seconds."""
+    stdout_total: int | None = None
+    """Bytes written to standard output, those dropped included; None when nobody counted."""
+    stderr_total: int | None = None
+    oom_killed: bool = False
+    """True when a process of the workspace was killed for memory while the command ran, whatever the exit code."""
+    undecoded: tuple[bytes, bytes] | None = None
+    """Both outputs as they came, where one is not UTF-8."""
+
+    @property
+    def stdout_bytes(self) -> bytes:
+        """Captured standard output as it came."""
+        return self.undecoded[0] if self.undecoded else self.stdout.encode()
+
+    @property
+    def stderr_bytes(self) -> bytes:
+        """Captured error output as it came."""
+        return self.undecoded[1] if self.undecoded else self.stderr.encode()
+
+
+class FileKind(StrEnum):
+    """What an entry of a folder is."""
+
+    FILE = "file"
+    FOLDER = "folder"
+    LINK = "link"
+    OTHER = "other"
+
+
+class FileInfo(msgspec.Struct, frozen=True):
+    """An entry of a folder in a workspace."""
+
+    name: str
+    """Without its folder; bytes that are not UTF-8 are escaped as by `os.fsdecode`."""
+    kind: FileKind
+    size: int
+    """Bytes."""
+    mode: int
+    """Permission bits, for example 0o644."""
+    modified_at: float
+    """Seconds since the epoch."""
 
 
 class End(StrEnum):

@@ -31,7 +31,7 @@ from gyre_sdk.harness.workspace.owner import RUN
 from gyre_sdk.harness.workspace.recycling import cleaning
 from gyre_sdk.harness.workspace.snapshots import KEPT_S, WORKDIR_OWNER, remove, take
 from gyre_sdk.harness.workspace.supervised import SupervisedWorkspace
-from gyre_sdk.harness.workspace.supervisor import Supervisor, SupervisorLost, arguments, fresh_nonce
+from gyre_sdk.harness.workspace.supervisor import Supervisor, SupervisorLost, arguments, fresh_name
 from gyre_sdk.harness.workspace.users import ids_of
 
 if TYPE_CHECKING:
@@ -258,13 +258,11 @@ class DockerWorkspace(SupervisedWorkspace):
         for folder in sorted(kept & self._memory.keys()):
             content = self.image.content(self.container.client, folder)
             if content is not None:
-                self._place(self._supervisor(self.user), posixpath.dirname(folder), content)
+                self._place(posixpath.dirname(folder), content)
 
     def _start_supervisor(self, user: str, keep: str) -> Supervisor:
-        nonce = fresh_nonce()
-        folder = f"{SUPERVISOR_FOLDER}/{nonce}"
+        folder = f"{SUPERVISOR_FOLDER}/{fresh_name()}"
         argv = arguments(
-            nonce,
             folder,
             half_cap=self._output_limit // 2,
             how="loop" if is_root(user) else "user",
@@ -272,11 +270,13 @@ class DockerWorkspace(SupervisedWorkspace):
             workspace=self.id,
             shell=(guarded, "sh") if (guarded := self.image.labels.get(SHELL_LABEL)) else ("sh",),
         )
+        return Supervisor(self._attach(argv, user), folder)
+
+    def _attach(self, argv: list[str], user: str) -> SocketChannel:
         try:
-            sock = self.container.attach(argv, user=user)
+            return _Attached(self.container.attach(argv, user=user))
         except NotAttached as error:
             raise SupervisorLost(str(error)) from error
-        return Supervisor(_Attached(sock), nonce, folder)
 
     def _post_mortem(self, detail: str) -> str | None:
         return self.container.post_mortem(detail)
@@ -304,9 +304,9 @@ class DockerWorkspace(SupervisedWorkspace):
         """
         self.network.disconnect()
         self.kill_all()
-        status, lines = self._ask(cleaning(folders))
-        if status != 0 or lines:
-            found = b" ".join(lines).decode(errors="replace")[:300]
+        status, said = self._ask(cleaning(folders))
+        if status != 0 or said:
+            found = said.decode(errors="replace").replace("\n", " ")[:300]
             raise WorkspaceError(f"workspace {self.id} keeps state of its last run: {found}")
 
 

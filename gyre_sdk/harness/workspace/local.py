@@ -22,7 +22,7 @@ from gyre_sdk.harness.workspace.container import lifetime
 from gyre_sdk.harness.workspace.isolation import FOLDERS, Isolation, best_isolation, command, works
 from gyre_sdk.harness.workspace.output import OUTPUT_LIMIT
 from gyre_sdk.harness.workspace.supervised import SupervisedWorkspace
-from gyre_sdk.harness.workspace.supervisor import Supervisor, SupervisorLost, SupervisorUnfit, arguments, fresh_nonce
+from gyre_sdk.harness.workspace.supervisor import Supervisor, SupervisorLost, SupervisorUnfit, arguments, fresh_name
 
 _PREFIX = "gyre-workspace-"
 _OWNER = "owner.json"
@@ -104,10 +104,8 @@ class LocalWorkspace(SupervisedWorkspace):
         if self._process is not None:
             self._process.kill()  # its namespace of processes dies with it
             self._process.wait()
-        nonce = fresh_nonce()
-        folder = f"{self._root / 'run' if self._mapped else '/run/gyre'}/{nonce}"
+        folder = f"{self._root / 'run' if self._mapped else '/run/gyre'}/{fresh_name()}"
         argv = arguments(
-            nonce,
             folder,
             half_cap=self._output_limit // 2,
             how="marked" if self._mapped else "user",
@@ -127,7 +125,7 @@ class LocalWorkspace(SupervisedWorkspace):
             start_new_session=True,
         )
         try:
-            return Supervisor(ProcessChannel(self._process), nonce, folder)
+            return Supervisor(ProcessChannel(self._process), folder)
         except SupervisorUnfit as error:
             raise WorkspaceError(f"this machine lacks what a local workspace needs:{error}; install it") from error
 

@@ -1,14 +1,21 @@
 """The supervisor that runs inside a workspace: POSIX shell, so that an image needs nothing else.
 
-Protocol. The controller writes requests to its standard input, each a line and that many lines of shell code::
+Protocol. The first line on its standard input is a nonce that nothing else inside gets to know. Then come requests, each a
+line and that many lines of shell code::
 
     R <id> <lines> 0        run the code in a subshell of its own (it calls `launch`); answers are events
-    S <id> <lines> 0        run the code in the main loop; its output is the answer, ended by `=<nonce> <id> <status>`
+    S <id> <lines> 0        run the code in the main loop; its output is the answer, ended by `\n=<nonce> <id> <status>`
     T <id> <lines> <blocks> as S, with that many 10,240-byte blocks of raw data after the code as its standard input
 
-Events go to standard error, one short (hence atomic) line each: `@<nonce> ready ...`, `@<nonce> exit <id> <status>`,
-`@<nonce> wrapper <id> <pid>`, `@<nonce> done <id> <any output>` (both outputs reached their end), `@<nonce> fail <id> <why>`. Binary answers are base64,
-so nothing that happens to a file while it is sent can shift the protocol.
+Answers are raw bytes: only the nonce ends one, so nothing that happens to a file while it is sent can shift the protocol.
+Events go to standard error, one short (hence atomic) line each::
+
+    @<nonce> ready <pid> <shell> <open or guarded> keep:<pids> left:<pids>
+    @<nonce> started <id> <pid> <leader>    the process that will report the command's end, and the command's first one
+    @<nonce> exit <id> <status> <kills>     the command ended; processes of the workspace killed for memory meanwhile
+    @<nonce> done <id> <any output>         both outputs reached their end
+    @<nonce> fail <id> <why>                it was not started: `cwd` or `room`
+    @<nonce> unfit <missing tools>          no command can be run here
 
 The supervisor runs as the agent's user and is trusted with nothing: before scoring it is replaced by a new one, whose first
 act is to kill every other process of that user (`kill -9 -1` is one atomic walk in the kernel, which no fork outruns), and
@@ -16,7 +23,8 @@ which then looks for survivors in /proc.
 
 Output of a command goes through pipes, so that it cannot outgrow memory: `dd` copies at most 1 MiB into a chunk file; the
 first chunks and the last ones are kept. A background child that still holds a pipe keeps a reader that throws its output
-away, so that it is neither blocked nor killed by a closed pipe.
+away, so that it is neither blocked nor killed by a closed pipe. The files of a command have the name of a slot, which the
+controller uses again once all of that command has ended: short outputs need no removal.
 """
 
 from __future__ import annotations
@@ -24,19 +32,21 @@ from __future__ import annotations
 BLOCK = 10_240
 """Bytes per block of raw data after the code of a `T` request: a tar record."""
 
-BOOTSTRAP = r"""c=
+BOOTSTRAP = r"""IFS= read -r N
+c=
 while IFS= read -r l; do case $l in '#end') break;; esac; c="$c$l
 "; done
 eval "$c"
 """
-"""What the supervisor is started with: reads `SUPERVISOR` from its input, so that process lists stay readable."""
+"""What the supervisor is started with: reads the nonce and `SUPERVISOR` from its input, so that process lists show neither."""
 
 SUPERVISOR = r"""
-N=$1 D=$2 CAP=$3 HOW=$4 KEEP=$5 W=$6
+D=$1 CAP=$2 HOW=$3 KEEP=$4 W=$5
 umask 022
 NL='
 '
-say() { printf '@%s %s\n' "$N" "$*" >&2; }
+exec 5>&2
+say() { printf '@%s %s\n' "$N" "$*" >&5; }
 has_env() {
   while IFS= read -r ev || [ -n "$ev" ]; do
     case $ev in *"$2"*) return 0;; esac
@@ -66,9 +76,7 @@ kill_others() {
   return 1
 }
 kill_marked() {
-  leader=none
-  [ -e "$D/$1.pid" ] && IFS= read -r leader <"$D/$1.pid"
-  k=0
+  leader=$2 k=0
   while [ $k -lt 4 ]; do
     hit=
     for p in /proc/[0-9]*; do
@@ -87,21 +95,23 @@ kill_marked() {
 chunks() {
   n=100000 b=0 h=0 t=0 lost=0
   while :; do
-    LC_ALL=C dd bs=32768 count=32 of="$1.$n" 2>"$1.log" || { echo x >"$1.bad"; exec cat >/dev/null; }
-    r=32
+    LC_ALL=C dd bs=8192 count=128 of="$1.$n" 2>"$1.log" || { echo x >"$1.bad"; exec cat >/dev/null; }
+    r=
     while IFS=' ' read -r r l; do case $l in 'records in') break;; esac; done <"$1.log"
     case $r in *[!0-9+]*|'') echo x >"$1.bad"; exec cat >/dev/null;; esac
-    [ $(($r)) -lt 32 ] && return
-    [ -e "$D/$id.s" ] || exec cat >/dev/null
-    s=$(stat -c %s "$1.$n")
+    [ $(($r)) -lt 128 ] && return
+    [ -e "$1.100000" ] || exec cat >/dev/null
+    s=$(wc -c <"$1.$n")
     if [ $h -lt $CAP ]; then
       h=$((h+s)) b=$((n+1))
     else
       t=$((t+s))
+      eval "size$n=$s"
       while [ $b -lt $n ]; do
-        s=$(stat -c %s "$1.$b")
+        eval "s=\$size$b"
         [ $((t-s)) -lt $CAP ] && break
         rm -f "$1.$b"
+        unset "size$b"
         t=$((t-s)) lost=$((lost+s)) b=$((b+1))
         echo $lost >"$1.lost"
       done
@@ -109,28 +119,42 @@ chunks() {
     n=$((n+1))
   done 2>/dev/null
 }
+killed() {
+  kills=0
+  while IFS=' ' read -r k v; do
+    [ "$k" = oom_kill ] && kills=$v
+  done 2>/dev/null <"$MEMORY"
+}
 launch() {
-  mkfifo "$D/$id.of" "$D/$id.ef" 2>/dev/null || { say fail "$id" room; return; }
-  chunks "$D/$id.o" <"$D/$id.of" &
-  chunks "$D/$id.e" <"$D/$id.ef" &
-  GYRE_EXEC_ID=$id.$W. setsid "$@" <"$in" >"$D/$id.of" 2>"$D/$id.ef" &
-  c=$!
-  echo $c >"$D/$id.pid"
-  wait $c
-  say exit "$id" $?
-  wait
-  if [ -s "$D/$id.o.100000" ] || [ -s "$D/$id.e.100000" ]; then say done "$id" 1; else say done "$id" 0; fi
+  f=$D/$2
+  {
+    {
+      cd -P /proc/self && self=${PWD#/proc/}
+      enter
+      killed
+      before=$kills
+      GYRE_EXEC_ID=$1.$W. setsid "$3" "$f.s" <"${4:-/dev/null}" 4>&- 5>&- &
+      say started "$1" "$self $!"
+      wait $!
+      status=$?
+      killed
+      say exit "$1" "$status $((kills-before))"
+    } 2>&1 >&4 | chunks "$f.e" >/dev/null 4>&-
+  } 4>&1 | chunks "$f.o" >/dev/null
+  if [ -s "$f.o.100000" ] || [ -s "$f.e.100000" ]; then say done "$1" 1; else say done "$1" 0; fi
 }
 collect() {
+  f=$D/$1
   for s in o e; do
     lost=0
-    [ -e "$1.$s.lost" ] && IFS= read -r lost <"$1.$s.lost"
-    [ -e "$1.$s.bad" ] && lost=bad
+    [ -e "$f.$s.lost" ] && IFS= read -r lost <"$f.$s.lost"
+    [ -e "$f.$s.bad" ] && lost=bad
     echo "$lost"
-    for f in "$1.$s".1*; do [ -s "$f" ] && base64 "$f" 2>/dev/null && echo -; done
-    echo .
-  done
-  rm -rf "$1".* &
+    [ -s "$f.$s.100000" ] && cat "$f.$s".1*
+    printf '\n~%s\n' "$N"
+    if [ "$lost" != 0 ] || [ -e "$f.$s.100001" ]; then set -- "$1" drop; fi
+  done 2>/dev/null
+  if [ "$2" = drop ]; then rm -rf "$f".*; fi
 }
 state() {
   IFS= read -r st </proc/$$/stat
@@ -144,19 +168,26 @@ SH=/bin/sh
 guard=open
 if [ "$HOW" = user ] && ! [ -r /proc/$$/environ ]; then guard=guarded; fi
 missing=
-for t in setsid mkfifo dd base64 tar mkdir rm cat stat sleep; do command -v $t >/dev/null 2>&1 || missing="$missing $t"; done
+for t in setsid dd tar mkdir rm cat wc sleep; do command -v $t >/dev/null 2>&1 || missing="$missing $t"; done
 [ -n "$missing" ] && { say unfit "$missing"; exit 1; }
 if [ "$KEEP" = first ]; then KEEP=; others; KEEP=$left; else kill_others; others; fi
-mkdir -p "$D" || { say unfit " a writable $D"; exit 1; }
+mkdir -m 700 -p "$D" || { say unfit " a writable $D"; exit 1; }
+MEMORY=/dev/null
+for m in /sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control; do
+  [ "$HOW" != marked ] && [ -r $m ] && MEMORY=$m
+done
 STATE=$(state 2>/dev/null)
 say ready $$ "$SH" $guard "keep:$KEEP" "left:$left"
 while IFS=' ' read -r verb id k blocks; do
   code=
   while [ "$k" -gt 0 ]; do IFS= read -r l || exit; code="$code$l$NL" k=$((k-1)); done
   case $verb in
-  R) ( in=/dev/null; eval "$code" ) </dev/null & say wrapper "$id" $! ;;
-  S) eval "$code" </dev/null; echo "=$N $id $?" ;;
-  T) dd bs=10240 count="$blocks" iflag=fullblock 2>/dev/null | { eval "$code"; r=$?; cat >/dev/null; exit $r; }; echo "=$N $id $?" ;;
+  R) ( eval "$code" ) </dev/null & ;;
+  S) eval "$code" </dev/null; printf '\n=%s %s %s\n' "$N" "$id" $? ;;
+  T)
+    dd bs=10240 count="$blocks" iflag=fullblock 2>/dev/null | { eval "$code"; r=$?; cat >/dev/null; exit $r; }
+    printf '\n=%s %s %s\n' "$N" "$id" $?
+  ;;
   esac
 done
 #end

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import base64
-import io
-import itertools
 import posixpath
 import queue
 import re
 import shlex
-import tarfile
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NoReturn
 
 from gyre_sdk.errors import CommandFailed, WorkspaceError, WorkspaceUnavailable
-from gyre_sdk.harness.workspace.archive import anonymous, tar_of, unpack
-from gyre_sdk.harness.workspace.output import clip
+from gyre_sdk.harness.workspace import cancelling
+from gyre_sdk.harness.workspace.archive import tar_of
+from gyre_sdk.harness.workspace.cancelling import Cancellation, Cancelled
+from gyre_sdk.harness.workspace.channel import Channel
+from gyre_sdk.harness.workspace.commands import Kept, entry, launching, result_of, script_of
+from gyre_sdk.harness.workspace.files import Files
 from gyre_sdk.harness.workspace.supervisor import Running, Supervisor, SupervisorLost, SupervisorUnfit
 from gyre_sdk.records import ExecResult
 
-_INLINE = 32_768
-"""Scripts up to this many bytes travel as lines, longer ones as a file."""
 _HELD_PIPE = 0.15
 """Seconds that a background child may keep a finished command's output open before it is cut off."""
 _LOOK_EVERY = 1.0
@@ -31,11 +28,11 @@ _LOOK_EVERY = 1.0
 _DYING = re.compile(r"stopped state|not running|no such (container|process)|is restarting", re.IGNORECASE)
 """What an engine says of a container that is about to be dead."""
 _DYING_LOOKS = 50
-_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_counter = itertools.count(1)
+_NOTHING: tuple[Kept, Kept] = ((b"", 0), (b"", 0))
+_UNKNOWN: tuple[Kept, Kept] = ((b"", None), (b"", None))
 
 
-class SupervisedWorkspace:
+class SupervisedWorkspace(Files):
     """Implements `ports.Workspace` over supervisors, one per user that commands run as."""
 
     def __init__(self, id: str, *, workdir: str, user: str, env: Mapping[str, str], output_limit: int) -> None:
@@ -56,8 +53,20 @@ class SupervisedWorkspace:
         """Start a supervisor as `user`, whose first act is to kill that user's processes unless `keep` is `first`."""
         raise NotImplementedError
 
+    def _attach(self, argv: list[str], user: str) -> Channel:
+        """Start a process as `user`, in a session of its own, and return its streams.
+
+        Raises:
+            SupervisorLost: it cannot be started.
+        """
+        raise NotImplementedError
+
     def _post_mortem(self, detail: str) -> str | None:
         """Return why the workspace is dead, or None when it is alive."""
+        raise NotImplementedError
+
+    def _remove(self) -> None:
+        """Remove what the place holds. Idempotent."""
         raise NotImplementedError
 
     # -- commands ------------------------------------------------------------------------------------------------
@@ -75,111 +84,131 @@ class SupervisedWorkspace:
     ) -> ExecResult:
         """See `ports.Workspace`."""
         began = time.monotonic()
-        supervisor = self._supervisor(user or self.user)
-        id = f"x{next(_counter)}"
-        command = cmd + "\n"  # shells differ in what a backslash at the very end of a file means
-        script = command.encode(errors="surrogateescape")
-        place = f"{supervisor.folder}/{id}"
-        files = {}
+        user = user or self.user
+        supervisor = self._supervisor(user)
+        running = supervisor.reserve()
+        script = script_of(cmd)
+        entering = entry(self._folder(cwd), {**self._env, **(env or {})}, f"say fail {running.id} cwd")
+        code, long = launching(
+            running.id, running.slot, script, shell=supervisor.shell, entering=entering, reads=input is not None
+        )
+        files = {f"{running.slot}.s": script} if long else {}
         if input is not None:
-            files[f"{id}.in"] = input.encode() if isinstance(input, str) else input
-        if len(script) > _INLINE or b"\0" in script:
-            files[f"{id}.s"] = script
-        code = self._prelude(id, cwd, env)
-        if f"{id}.s" not in files:
-            code += f"printf %s {shlex.quote(command)} >{place}.s || {{ say fail {id} room; exit; }}\n"
-        code += f"id={id}\n" + (f"in={place}.in\n" if input is not None else "")
-        code += f"launch {supervisor.shell} {place}.s"
-        try:
-            if files:
-                self._place(supervisor, supervisor.folder, tar_of(files, mode=0o600))
-            running = supervisor.start(code, id=id)
-        except SupervisorLost as lost:
-            self._restart(user or self.user, supervisor, str(lost))
-            raise WorkspaceError(
-                f"workspace {self.id} lost its supervisor before the command started ({lost}); it was restarted:"
-                " run the command again"
-            ) from lost
-        result = self._follow(supervisor, running, user or self.user, cwd, timeout, began)
+            files[f"{running.slot}.in"] = input.encode() if isinstance(input, str) else input
+        wish = cancelling.current.get() or Cancellation()
+        with wish.calls(lambda: running.events.put(("cancel", ""))):
+            try:
+                if files:
+                    self._unpack(supervisor, supervisor.folder, tar_of(files, mode=0o600))
+                supervisor.start(running, code)
+            except SupervisorLost as lost:
+                self._restart(user, supervisor, str(lost))
+                raise WorkspaceError(
+                    f"workspace {self.id} lost its supervisor before the command started ({lost}); it was restarted:"
+                    " run the command again"
+                ) from lost
+            result = self._follow(supervisor, running, user, cwd, timeout, began, drop=bool(files))
         if check and result.exit_code != 0:
             raise CommandFailed(cmd, result)
         return result
 
-    def _prelude(self, id: str, cwd: str | None, env: Mapping[str, str] | None) -> str:
-        folder = posixpath.join(self.workdir, cwd) if cwd else self.workdir
-        code = f"cd -- {shlex.quote(folder)} 2>/dev/null || {{ say fail {id} cwd; exit; }}\n"
-        for name, value in {**self._env, **(env or {})}.items():
-            if not _ENV_NAME.fullmatch(name) or "\0" in value:
-                raise WorkspaceError(f"environment variable {name!r} cannot be set; use letters, digits and _ only")
-            code += f"export {name}={shlex.quote(value)}\n"
-        return code
+    def _folder(self, cwd: str | None) -> str:
+        return posixpath.join(self.workdir, cwd) if cwd else self.workdir
 
     def _follow(
-        self, supervisor: Supervisor, running: Running, user: str, cwd: str | None, timeout: float | None, began: float
+        self,
+        supervisor: Supervisor,
+        running: Running,
+        user: str,
+        cwd: str | None,
+        timeout: float | None,
+        began: float,
+        *,
+        drop: bool,
     ) -> ExecResult:
-        """Wait for a command's end, or end it."""
+        """Wait for a command's end, or end it.
+
+        Args:
+            drop: whether it has files that no later command overwrites.
+        """
         deadline = None if timeout is None else began + timeout
-        status, timed_out, output = None, False, True
+        ended: str | None = None
+        status, kills, timed_out, output = None, 0, False, True
+        done = False
         try:
-            while True:
+            while not done:
                 try:
                     left = _LOOK_EVERY if deadline is None else min(max(0.0, deadline - time.monotonic()), _LOOK_EVERY)
-                    name, value = running.events.get(timeout=_HELD_PIPE if status is not None else left)
+                    name, value = running.events.get(timeout=_HELD_PIPE if ended is not None else left)
                 except queue.Empty:
-                    if status is not None:
+                    if ended is not None:
                         break
                     if deadline is None or time.monotonic() < deadline:
                         if not supervisor.is_attended(running) and running.events.empty():
-                            status = 137
+                            ended = "its wrapper was killed"
                             supervisor.kill(running)
-                        continue
-                    if timed_out:
+                    elif timed_out:
                         supervisor = self._kill_everything(supervisor, user)
-                        status = 137
                         break
-                    timed_out, deadline = True, time.monotonic() + 3.0
-                    if not supervisor.kill(running):
-                        deadline = time.monotonic()
+                    else:
+                        timed_out, deadline = True, time.monotonic() + 3.0
+                        if not supervisor.kill(running):
+                            deadline = time.monotonic()
                     continue
                 if name == "exit":
-                    status = int(value)
+                    status, kills = (int(number) for number in value.split())
+                    ended = value
                 elif name == "done":
-                    output = value == "1"
-                    break
+                    done, output = True, value == "1"
+                elif name == "cancel":
+                    raise Cancelled
                 elif name == "fail":
-                    self._fail(value, cwd)
+                    self._not_started(value, cwd)
                 else:
                     raise SupervisorLost(supervisor.heard())
-        except SupervisorLost as lost:
-            supervisor = self._restart(user, supervisor, str(lost))
-            status = 137
-        finally:
-            supervisor.forget(running)
-        try:
-            kept = supervisor.collect(running) if output else self._nothing(supervisor, running)
+            kept = self._collect(supervisor, running, done=done, output=output, drop=drop)
         except SupervisorLost as lost:
             self._restart(user, supervisor, str(lost))
-            kept = [(b"", None), (b"", None)]
-        out, cut_out = clip(*kept[0], self._output_limit)
-        err, cut_err = clip(*kept[1], self._output_limit)
-        return ExecResult(
-            exit_code=137 if timed_out else (status or 0),
-            stdout=out,
-            stderr=err,
+            kept = _UNKNOWN
+        except (Cancelled, KeyboardInterrupt):
+            self._end(supervisor, running, user)
+            raise
+        finally:
+            supervisor.forget(running)
+        return result_of(
+            *kept,
+            self._output_limit,
+            status=status,
             timed_out=timed_out,
-            truncated=cut_out or cut_err,
+            oom_killed=kills > 0,
             duration_s=time.monotonic() - began,
         )
 
-    def _nothing(self, supervisor: Supervisor, running: Running) -> list[tuple[bytes, int | None]]:
-        """Both outputs of a command are empty: only its files have to go."""
-        supervisor.forget(supervisor.start(f"rm -f {running.folder}/{running.id}.*", id=f"{running.id}.rm"))
-        return [(b"", 0), (b"", 0)]
+    def _collect(
+        self, supervisor: Supervisor, running: Running, *, done: bool, output: bool, drop: bool
+    ) -> tuple[Kept, Kept]:
+        """Return both outputs; the files of a command whose outputs ended are another's from here on."""
+        kept = _NOTHING
+        if output or drop or not done:
+            kept = supervisor.collect(running, drop=drop or not done)
+        if done:
+            supervisor.release(running)
+        return kept
 
-    def _fail(self, why: str, cwd: str | None) -> NoReturn:
+    def _end(self, supervisor: Supervisor, running: Running, user: str) -> None:
+        """Kill what a command started, whatever it takes."""
+        try:
+            if not supervisor.kill(running):
+                supervisor = self._kill_everything(supervisor, user)
+            supervisor.collect(running, drop=True)
+        except SupervisorLost as lost:
+            self._restart(user, supervisor, str(lost))
+
+    def _not_started(self, why: str, cwd: str | None) -> NoReturn:
         if why == "cwd":
-            folder = posixpath.join(self.workdir, cwd or "")
-            raise WorkspaceError(f"{folder!r} is not a folder of workspace {self.id}; create it, or pass another cwd")
+            raise WorkspaceError(
+                f"{self._folder(cwd)!r} is not a folder of workspace {self.id}; create it, or pass another cwd"
+            )
         raise WorkspaceError(
             f"workspace {self.id} has no room left to run a command ({why}); its disk limit is reached"
         )
@@ -289,94 +318,34 @@ class SupervisedWorkspace:
         self._remove()
         raise WorkspaceUnavailable(self._gone)
 
-    def _remove(self) -> None:
-        """Remove what the place holds. Idempotent."""
-        raise NotImplementedError
+    # -- files: how `Files` reaches the workspace ------------------------------------------------------------------
 
-    def _ask(self, code: str, *, data: bytes | None = None, timeout: float = 120.0) -> tuple[int, list[bytes]]:
+    def _ask(self, code: str, *, timeout: float = 120.0) -> tuple[int, bytes]:
         supervisor = self._supervisor(self.user)
         try:
-            return supervisor.ask(code, data=data, timeout=timeout)
+            return supervisor.ask(code, timeout=timeout)
         except SupervisorLost as lost:
             self._restart(self.user, supervisor, str(lost))
             raise WorkspaceError(
                 f"workspace {self.id} lost its supervisor ({lost}); it was restarted: try again"
             ) from lost
 
-    # -- files ---------------------------------------------------------------------------------------------------
-
-    def read(self, path: str) -> bytes:
-        """See `ports.Workspace`."""
-        full = shlex.quote(self._path(path))
-        status, lines = self._ask(
-            f"if [ -f {full} ]; then base64 {full} 2>&1; else [ -e {full} ] && echo kind; false; fi"
-        )
-        if status != 0:
-            self._unreadable(path, lines)
-        return base64.b64decode(b"".join(lines))
-
-    def _unreadable(self, path: str, lines: list[bytes]) -> NoReturn:
-        why = b" ".join(lines).decode(errors="replace")
-        if why == "kind":
-            why = "it is not a regular file"
-        raise WorkspaceError(f"{self._path(path)!r} cannot be read in workspace {self.id}: {why or 'no such file'}")
-
-    def write(self, path: str, data: bytes | str, *, mode: int = 0o644) -> None:
-        """See `ports.Workspace`."""
-        full = self._path(path)
-        content = data.encode() if isinstance(data, str) else data
-        self._place(
-            self._supervisor(self.user), posixpath.dirname(full), tar_of({posixpath.basename(full): content}, mode=mode)
-        )
-
-    def write_many(self, files: Mapping[str, bytes], folder: str) -> None:
-        """Create files (relative path -> bytes) below a folder in one step; those starting with `#!` are executable."""
-        self._place(self._supervisor(self.user), self._path(folder), tar_of(files))
-
-    def upload(self, local: Path, path: str) -> None:
-        """See `ports.Workspace`."""
-        if not local.exists():
-            raise WorkspaceError(f"{local} does not exist; nothing to upload to {path!r}")
-        full = self._path(path)
-        stream = io.BytesIO()
-        with tarfile.open(fileobj=stream, mode="w", format=tarfile.GNU_FORMAT) as archive:
-            if local.is_dir():
-                for entry in sorted(local.iterdir()):
-                    archive.add(entry, entry.name, filter=anonymous)
-            else:
-                archive.add(local, posixpath.basename(full), filter=anonymous)
-        folder = full if local.is_dir() else posixpath.dirname(full)
-        self._place(self._supervisor(self.user), folder, stream.getvalue())
-
-    def download(self, path: str, local: Path) -> None:
-        """See `ports.Workspace`."""
-        full = self._path(path)
-        parent, name = posixpath.split(full.rstrip("/") or "/")
-        code = f"cd -- {shlex.quote(parent)} && [ -e {shlex.quote(name)} ] && tar -cf - -- {shlex.quote(name)} | base64"
-        status, lines = self._ask(f"( {code} ) 2>/dev/null", timeout=600.0)
-        if status != 0 or not lines:
-            raise WorkspaceError(f"{full!r} cannot be downloaded from workspace {self.id}: no such file or folder")
-        with tarfile.open(fileobj=io.BytesIO(base64.b64decode(b"".join(lines)))) as archive:
-            unpack(archive, name, local)
-
-    def _path(self, path: str) -> str:
-        if "\0" in path or not path:
-            raise WorkspaceError(f"{path!r} is not a path")
-        return posixpath.normpath(posixpath.join(self.workdir, path))
-
-    def _place(self, supervisor: Supervisor, folder: str, archive: bytes) -> None:
-        where = shlex.quote(folder)
-        code = f"{{ [ -d {where} ] || mkdir -p {where}; }} 2>&1 && tar -xf - -o -C {where} 2>&1"
+    def _place(self, folder: str, archive: bytes) -> None:
+        supervisor = self._supervisor(self.user)
         try:
-            status, lines = supervisor.ask(code, data=archive, timeout=600.0)
+            self._unpack(supervisor, folder, archive)
         except SupervisorLost as lost:
             self._restart(self.user, supervisor, str(lost))
             raise WorkspaceError(
-                f"workspace {self.id} lost its supervisor while files were written; try again"
+                f"workspace {self.id} lost its supervisor while files were written ({lost}); try again"
             ) from lost
+
+    def _unpack(self, supervisor: Supervisor, folder: str, archive: bytes) -> None:
+        where = shlex.quote(folder)
+        code = f"{{ [ -d {where} ] || mkdir -p {where}; }} 2>&1 && tar -xf - -o -C {where} 2>&1"
+        status, said = supervisor.ask(code, data=archive, timeout=600.0)
         if status != 0:
-            why = b" ".join(lines).decode(errors="replace")[-300:]
-            raise WorkspaceError(f"files cannot be written to {folder!r} in workspace {self.id}: {why}")
+            self._fail("written to", folder, said.decode(errors="replace").strip()[-300:])
 
     def close(self) -> None:
         """See `ports.Workspace`."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import queue
 import secrets
-import shlex
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -31,24 +29,26 @@ class Running:
 
     id: str
     """Unique in this process: also the environment marker of the command's processes."""
-    folder: str
-    """Where the supervisor keeps its output, inside the workspace."""
+    slot: str
+    """Name, inside, of the files of its code and output."""
     wrapper: str = ""
     """Process id, inside, of the subshell that reports the command's end."""
+    leader: str = "none"
+    """Process id, inside, of the command: the leader of its session."""
     events: queue.SimpleQueue[tuple[str, str]] = field(default_factory=queue.SimpleQueue)
-    """(`exit`, status), (`done`, any output), (`fail`, why), (`lost`, '')."""
+    """(`exit`, 'status kills'), (`done`, any output), (`fail`, why), (`lost`, ''), (`cancel`, '')."""
 
 
 @dataclass(slots=True)
 class _Answer:
     id: str
-    lines: list[bytes] = field(default_factory=list)
+    content: bytes = b""
     status: int | None = None
     ready: threading.Event = field(default_factory=threading.Event)
 
 
 def arguments(
-    nonce: str, folder: str, *, half_cap: int, how: str, keep: str, workspace: str, shell: tuple[str, ...] = ("sh",)
+    folder: str, *, half_cap: int, how: str, keep: str, workspace: str, shell: tuple[str, ...] = ("sh",)
 ) -> list[str]:
     """Return the command line that starts a supervisor.
 
@@ -58,11 +58,11 @@ def arguments(
         keep: process ids that are never killed, or `first` to keep all that run already.
         shell: what runs it; a binary that its own user cannot read keeps that user from tracing it.
     """
-    return [*shell, "-c", BOOTSTRAP, "gyre", nonce, folder, str(half_cap), how, keep, workspace]
+    return [*shell, "-c", BOOTSTRAP, "gyre", folder, str(half_cap), how, keep, workspace]
 
 
-def fresh_nonce() -> str:
-    """Return the secret prefix of a supervisor's events."""
+def fresh_name() -> str:
+    """Return a name that no other supervisor's folder has."""
     return secrets.token_hex(8)
 
 
@@ -76,7 +76,8 @@ class Supervisor:
         left: process ids that survived the killing with which the supervisor started.
     """
 
-    def __init__(self, channel: Channel, nonce: str, folder: str, *, start_timeout: float = 30.0) -> None:
+    def __init__(self, channel: Channel, folder: str, *, start_timeout: float = 30.0) -> None:
+        nonce = secrets.token_hex(16).encode()
         self.folder = folder
         self.shell = "sh"
         self.keep = ""
@@ -84,11 +85,15 @@ class Supervisor:
         self.guarded = False
         self.alive = True
         self._channel = channel
-        self._event_mark = b"@" + nonce.encode() + b" "
-        self._answer_mark = b"=" + nonce.encode() + b" "
+        self._event_mark = b"@" + nonce + b" "
+        self._answer_mark = b"\n=" + nonce + b" "
+        self._part_mark = b"\n~" + nonce + b"\n"
         self._running: dict[str, Running] = {}
+        self._slots: list[str] = []
         self._answers: deque[_Answer] = deque()
-        self._partial = {1: b"", 2: b""}
+        self._answering = bytearray()
+        self._searched = 0
+        self._partial = b""
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
         self._ready = threading.Event()
@@ -97,7 +102,7 @@ class Supervisor:
         """Last lines that were not the supervisor's: engine messages, shell diagnostics."""
         channel.open(self._receive)
         try:
-            channel.send(SUPERVISOR.lstrip().encode())
+            channel.send(nonce + SUPERVISOR.encode())
         except OSError:
             self._end()
         self._ready.wait(start_timeout)
@@ -110,16 +115,20 @@ class Supervisor:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def start(self, code: str, *, id: str) -> Running:
-        """Start a command; `code` ends by calling `launch`."""
-        running = Running(id, self.folder)
+    def reserve(self) -> Running:
+        """Return a command to be started: its name, and the files that it may use."""
         with self._lock:
-            self._running[id] = running
-        self._send(b"R %s %d 0\n" % (id.encode(), _lines(code)), _text(code))
-        return running
+            serial = next(_ids)
+            return Running(f"x{serial}", self._slots.pop() if self._slots else f"s{serial}")
 
-    def ask(self, code: str, *, timeout: float = 60.0, data: bytes | None = None) -> tuple[int, list[bytes]]:
-        """Run code in the main loop and return (status, lines of output).
+    def start(self, running: Running, code: str) -> None:
+        """Start a command; `code` ends by calling `launch`."""
+        with self._lock:
+            self._running[running.id] = running
+        self._send(b"R %s %d 0\n" % (running.id.encode(), _lines(code)), _text(code))
+
+    def ask(self, code: str, *, timeout: float = 60.0, data: bytes | None = None) -> tuple[int, bytes]:
+        """Run code in the main loop and return (status, output).
 
         Raises:
             SupervisorLost: it died, or gave no answer within `timeout` seconds (and is then given up).
@@ -142,7 +151,7 @@ class Supervisor:
             raise SupervisorLost(f"no answer within {timeout:g} s")
         if answer.status is None:
             raise SupervisorLost(self.heard() or "it ended")
-        return answer.status, answer.lines
+        return answer.status, answer.content
 
     def is_attended(self, running: Running) -> bool:
         """Tell whether the subshell that will report the command's end still lives: the command may have killed it."""
@@ -155,27 +164,25 @@ class Supervisor:
 
     def kill(self, running: Running) -> bool:
         """Kill what a command started; False when some of it kept escaping."""
-        return self.ask(f"kill_marked {running.id}", timeout=5.0)[0] == 0
+        return self.ask(f"kill_marked {running.id} {running.leader}", timeout=5.0)[0] == 0
 
-    def collect(self, running: Running) -> list[tuple[bytes, int | None]]:
-        """Return (kept bytes, bytes lost or None when unknown) of both outputs; the supervisor forgets them."""
-        _, lines = self.ask(f"collect {shlex.quote(running.folder)}/{running.id}")
+    def collect(self, running: Running, *, drop: bool) -> tuple[tuple[bytes, int | None], tuple[bytes, int | None]]:
+        """Return (kept bytes, bytes lost or None when unknown) of both outputs.
+
+        Args:
+            drop: remove the command's files; what its processes still write is then thrown away.
+        """
+        _, content = self.ask(f"collect {running.slot}{' drop' if drop else ''}")
         outputs: list[tuple[bytes, int | None]] = []
-        rows = iter(lines)
-        for _ in range(2):
-            lost = next(rows, b"bad")
-            parts: list[bytes] = []
-            chunk: list[bytes] = []
-            for row in rows:
-                if row == b".":
-                    break
-                if row == b"-":
-                    parts.append(base64.b64decode(b"".join(chunk)))
-                    chunk = []
-                else:
-                    chunk.append(row)
-            outputs.append((b"".join(parts), int(lost) if lost.isdigit() else None))
-        return outputs
+        for part in content.split(self._part_mark)[:2]:
+            lost, _, kept = part.partition(b"\n")
+            outputs.append((kept, int(lost) if lost.isdigit() else None))
+        return outputs[0], outputs[1]
+
+    def release(self, running: Running) -> None:
+        """Let another command use the files of one whose outputs ended and were collected."""
+        with self._lock:
+            self._slots.append(running.slot)
 
     def forget(self, running: Running) -> None:
         """Drop a command's state here; its late events are ignored."""
@@ -209,14 +216,12 @@ class Supervisor:
     def _receive(self, kind: int, data: bytes) -> None:
         if kind == 0:
             self._end()
-            return
-        pieces = (self._partial.get(kind, b"") + data).split(b"\n")
-        self._partial[kind] = pieces.pop()
-        for line in pieces:
-            if kind == 2:
+        elif kind == 1:
+            self._answer(data)
+        else:
+            *lines, self._partial = (self._partial + data).split(b"\n")
+            for line in lines:
                 self._event(line)
-            else:
-                self._answer(line)
 
     def _event(self, line: bytes) -> None:
         if not line.startswith(self._event_mark):
@@ -229,11 +234,11 @@ class Supervisor:
             _, self.shell, guarded = head.split()
             self.guarded = guarded == "guarded"
             self._ready.set()
-        elif name == "wrapper":
-            id, _, value = rest.partition(" ")
+        elif name == "started":
+            id, wrapper, leader = rest.split(" ")
             with self._lock:
                 if id in self._running:
-                    self._running[id].wrapper = value
+                    self._running[id].wrapper, self._running[id].leader = wrapper, leader
         elif name == "unfit":
             self._unfit = rest.strip()
             self._ready.set()
@@ -244,23 +249,26 @@ class Supervisor:
             if running is not None:
                 running.events.put((name, value))
 
-    def _answer(self, line: bytes) -> None:
-        with self._lock:
-            answer = self._answers[0] if self._answers else None
-        if answer is None:
-            self.noise.append(line[:300])
-            return
-        if not line.startswith(self._answer_mark):
-            answer.lines.append(line)
-            return
-        id, _, status = line[len(self._answer_mark) :].partition(b" ")
-        if id != answer.id.encode() or not status.isdigit():
-            self.close()
-            return
-        with self._lock:
-            self._answers.popleft()
-        answer.status = int(status)
-        answer.ready.set()
+    def _answer(self, data: bytes) -> None:
+        """Take bytes of answers, each ended by the mark, its id and its status."""
+        self._answering += data
+        while True:
+            at = self._answering.find(self._answer_mark, self._searched)
+            end = self._answering.find(b"\n", at + len(self._answer_mark)) if at >= 0 else -1
+            if end < 0:
+                self._searched = at if at >= 0 else max(0, len(self._answering) - len(self._answer_mark) + 1)
+                return
+            id, _, status = self._answering[at + len(self._answer_mark) : end].partition(b" ")
+            content = bytes(memoryview(self._answering)[:at])
+            del self._answering[: end + 1]
+            self._searched = 0
+            with self._lock:
+                answer = self._answers.popleft() if self._answers else None
+            if answer is None or id != answer.id.encode() or not status.isdigit():
+                self.close()
+                return
+            answer.content, answer.status = content, int(status)
+            answer.ready.set()
 
     def _end(self) -> None:
         with self._lock:

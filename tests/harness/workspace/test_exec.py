@@ -165,11 +165,10 @@ def test_huge_output_keeps_head_and_tail_within_little_memory(docker_workspace):
 
 @given(kept=st.binary(max_size=400), lost=st.integers(0, 1000), limit=st.integers(80, 300))
 def test_clipped_output_is_bounded_and_says_so(kept, lost, limit):
-    kept = kept.replace(b"\xff", b"x").decode("latin-1").encode("ascii", "replace")
     text, truncated = clip(kept, lost, limit)
     assert len(text) <= limit or not truncated
     assert truncated == (lost > 0 or len(kept) > limit)
-    assert ("dropped" in text) or not truncated
+    assert (b"dropped" in text) or not truncated
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -1,0 +1,88 @@
+"""What is sent to run a command, and what is made of what came back. Pure."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+
+from gyre_sdk.errors import WorkspaceError
+from gyre_sdk.harness.workspace.output import clip
+from gyre_sdk.records import ExecResult
+
+INLINE = 32_768
+"""Scripts up to this many bytes travel as lines, longer ones as a file."""
+KILLED = 137
+"""Exit code of what was killed, as shells count it: 128 and the signal's number."""
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+Kept = tuple[bytes, int | None]
+"""What was captured of an output, and how many bytes of it were not (None: nobody counted)."""
+
+
+def script_of(cmd: str) -> bytes:
+    """Return a command as the file that a shell runs. Shells differ in what a backslash at the very end of one means."""
+    return f"{cmd}\n".encode(errors="surrogateescape")
+
+
+def entry(folder: str, env: Mapping[str, str], otherwise: str) -> str:
+    """Return lines of shell code that enter `folder` (or run `otherwise` and exit) and export `env`.
+
+    Raises:
+        WorkspaceError: a variable cannot be set.
+    """
+    code = f"cd -- {shlex.quote(folder)} 2>/dev/null || {{ {otherwise}; exit; }}\nunset OLDPWD\n"
+    for name, value in env.items():
+        if not _ENV_NAME.fullmatch(name) or "\0" in value:
+            raise WorkspaceError(f"environment variable {name!r} cannot be set; use letters, digits and _ only")
+        code += f"export {name}={shlex.quote(value)}\n"
+    return code
+
+
+def launching(id: str, slot: str, script: bytes, *, shell: str, entering: str, reads: bool) -> tuple[str, bool]:
+    """Return (code that launches a script by the supervisor, whether the script is a file of its own).
+
+    Args:
+        slot: name of the command's files in the supervisor's folder: `.s` its script, `.in` its input.
+        entering: see `entry`.
+        reads: whether there is an input file.
+    """
+    long = len(script) > INLINE or b"\0" in script
+    code = f"enter() {{\n{entering}}}\n"
+    if not long:
+        text = shlex.quote(script.decode(errors="surrogateescape"))
+        code += f'printf %s {text} >"$D/{slot}.s" || {{ say fail {id} room; exit; }}\n'
+    return code + f"launch {id} {slot} {shell}" + (f' "$D/{slot}.in"' if reads else ""), long
+
+
+def result_of(
+    out: Kept,
+    err: Kept,
+    limit: int,
+    *,
+    status: int | None,
+    timed_out: bool = False,
+    oom_killed: bool = False,
+    duration_s: float = 0.0,
+) -> ExecResult:
+    """Return the result of a command that ended with `status`, or was killed (None)."""
+    (stdout, cut_out), (stderr, cut_err) = clip(*out, limit), clip(*err, limit)
+    texts = stdout.decode(errors="replace"), stderr.decode(errors="replace")
+    exact = texts[0].encode() == stdout and texts[1].encode() == stderr
+    return ExecResult(
+        exit_code=KILLED if timed_out or status is None else status,
+        stdout=texts[0],
+        stderr=texts[1],
+        timed_out=timed_out,
+        truncated=cut_out or cut_err,
+        duration_s=duration_s,
+        stdout_total=_total(out),
+        stderr_total=_total(err),
+        oom_killed=oom_killed,
+        undecoded=None if exact else (stdout, stderr),
+    )
+
+
+def _total(kept: Kept) -> int | None:
+    content, lost = kept
+    return None if lost is None else len(content) + lost
