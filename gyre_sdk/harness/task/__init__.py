@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gyre_sdk.harness.task.model import Scorer, Task, contents, read_folder
-from gyre_sdk.harness.task.parts import Artifact, Files, Healthcheck, Network, Step
+from gyre_sdk.harness.task.parts import Artifact, Files, Healthcheck, Network, Service, Step
 from gyre_sdk.harness.task.prepare import await_healthy, begin_step
 from gyre_sdk.harness.task.sets import TaskSet
 from gyre_sdk.harness.task.steps import below, combine
@@ -15,6 +15,7 @@ __all__ = [
     "Healthcheck",
     "Network",
     "Scorer",
+    "Service",
     "Step",
     "SwebenchOptions",
     "Task",

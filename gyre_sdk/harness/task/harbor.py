@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from gyre_sdk.errors import TaskError
 from gyre_sdk.harness.task.model import Task, contents, read_folder
-from gyre_sdk.harness.task.parts import Artifact, Files, Healthcheck, Network, Step
+from gyre_sdk.harness.task.parts import Artifact, Files, Healthcheck, Network, Service, Step
 from gyre_sdk.harness.task.table import Table
 
 COMPOSE_NAMES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
@@ -65,12 +65,15 @@ def load_folder(folder: Path, variables: Mapping[str, str] | None = None) -> Tas
         network, hosts = cast(Network, gyre.text("network")), environment.texts("allowed_hosts")
     if gyre.text("verifier_network"):
         verifier_network, verifier_hosts = cast(Network, gyre.text("verifier_network")), verifier.texts("allowed_hosts")
+    services, main_env = _services(folder, variables or {})
     try:
         return Task(
             name=about.text("name") or metadata.text("name") or folder.resolve().name,
             instruction=_instruction(folder / "instruction.md") if not steps else _summary(folder, about, steps),
             image=image,
             dockerfile=context,
+            entrypoint=True,
+            services=services,
             workdir=gyre.text("workdir") or environment.text("workdir") or None,
             files=_files(folder, gyre.text("files")),
             tests=_tests(folder, gyre, verifier_context, verifier_image, steps),
@@ -95,7 +98,7 @@ def load_folder(folder: Path, variables: Mapping[str, str] | None = None) -> Tas
             runtime=cast(Any, gyre.text("runtime")),
             read_only=gyre.flag("read_only") or False,
             user=gyre.user("user") or agent.user("user"),
-            env=environment.strings("env"),
+            env={**main_env, **environment.strings("env")},
             verifier_mode=cast(Any, mode or "separate"),
             verifier_image=verifier_image if mode != "shared" else None,
             verifier_dockerfile=verifier_context if mode != "shared" else None,
@@ -304,6 +307,16 @@ def _tags(metadata: Table, about: Table) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*metadata.texts("tags"), *about.texts("keywords"))))
 
 
+def _services(folder: Path, variables: Mapping[str, str]) -> tuple[tuple[Service, ...], dict[str, str]]:
+    for name in COMPOSE_NAMES:
+        file = folder / "environment" / name
+        if file.is_file():
+            from gyre_sdk.harness.task.compose import read_compose  # YAML loads only where a task needs it
+
+            return read_compose(file, variables)
+    return (), {}
+
+
 def _files(folder: Path, name: str | None) -> Files:
     if name is None:
         return {}
@@ -328,9 +341,3 @@ def _refuse_unsupported(folder: Path, config: Table) -> None:
     system = environment.text("os") or "linux"
     if system.lower() != "linux":
         raise environment.refused("os", 'use "linux"')
-    for name in COMPOSE_NAMES:
-        if (folder / "environment" / name).exists():
-            raise TaskError(
-                f"{folder / 'environment' / name}: compose environments (several containers) are not supported;"
-                " put all services into one Dockerfile"
-            )

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from gyre_sdk.errors import TaskError
 from gyre_sdk.harness.ports import Workspace
-from gyre_sdk.harness.task.parts import NETWORKS, Artifact, Files, Healthcheck, Network, Step, normalize_host
+from gyre_sdk.harness.task.parts import NETWORKS, Artifact, Files, Healthcheck, Network, Service, Step, normalize_host
 from gyre_sdk.records import Score
 
 Scorer = Callable[[Workspace], "float | Score | Mapping[str, float] | None"]
@@ -44,6 +44,10 @@ class Task:
     """Image of the workspace. None with no `dockerfile` means `gyre/base`."""
     dockerfile: Path | None = None
     """Folder with a Dockerfile to build the image from."""
+    entrypoint: bool = False
+    """Whether the image's entry point is run at the start, with a command that does nothing as its arguments."""
+    services: tuple[Service, ...] = ()
+    """Containers beside the workspace, started before the agent, in this order; gone when it is closed or evaluated apart."""
     workdir: str | None = "/workspace"
     """Where commands run. None: the image's own working directory."""
     files: Files = field(default_factory=dict)
@@ -218,8 +222,9 @@ def _problems(task: Task) -> list[tuple[str, object, str]]:
     refuse(task.memory_mb < 6, "memory_mb", "a container needs at least 6")
     refuse(not all(isinstance(item, Artifact) for item in task.artifacts), "artifacts", "give Artifact(path) for each")
     refuse(any(not path.strip() for path in task.protected), "protected", "give paths of the workspace")
-    names = [step.name for step in task.steps]
-    refuse(len(set(names)) < len(names), "steps", "give each step its own name")
+    for name in ("steps", "services"):
+        names = [part.name for part in getattr(task, name)]
+        refuse(len(set(names)) < len(names), name, "give each its own name")
     return found
 
 

@@ -82,6 +82,39 @@ class Artifact:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """A container beside the agent's, reached under its name at the workspace's own loopback address.
+
+    Raises:
+        TaskError: the name is no host name, or there is not one of image and dockerfile.
+    """
+
+    name: str
+    image: str | None = None
+    dockerfile: Path | None = None
+    """Folder with a Dockerfile to build the image from, in place of `image`."""
+    command: tuple[str, ...] | None = None
+    """Arguments of the entry point. None: the image's."""
+    entrypoint: tuple[str, ...] | None = None
+    """None: the image's."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    user: str | None = None
+    """None: the image's."""
+    workdir: str | None = None
+    """None: the image's."""
+    healthcheck: Healthcheck | None = None
+    """Must pass before the services that depend on it, and the agent, start."""
+    depends_on: tuple[str, ...] = ()
+    """Services that start before."""
+
+    def __post_init__(self) -> None:
+        if not _LABEL.fullmatch(self.name) or self.name == "localhost":
+            raise TaskError(f"service name = {self.name!r}; use lower-case letters, digits and - inside")
+        if (self.image is None) == (self.dockerfile is None):
+            raise TaskError(f"service {self.name!r}: image = {self.image!r}; give an image or a dockerfile folder")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One step of a task with several: its own instruction and evaluation, in the workspace the step before left.
 

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import docker
@@ -44,6 +44,7 @@ class Container:
         workdir: str,
         ttl_s: float,
         prepare: Callable[[str], None],
+        entrypoint: Sequence[str] = (),
     ) -> None:
         """Create and start a container.
 
@@ -52,6 +53,7 @@ class Container:
             run: id of the run, for the labels.
             ttl_s: seconds that it may live.
             prepare: called with the container's id once it is created, before it starts.
+            entrypoint: program, with arguments, that gets the command that sleeps as further ones and ends in running it.
 
         Raises:
             ImageMissing, WorkspaceError: it cannot be started.
@@ -68,7 +70,7 @@ class Container:
                 self.id = client.api.create_container(
                     image.id,
                     name=name,
-                    entrypoint=["sleep"],
+                    entrypoint=[*entrypoint, "sleep"],
                     command=[str(max(1, int(self.ttl_s)))],
                     user="0:0",
                     working_dir=workdir,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import posixpath
 import time
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from gyre_sdk.errors import WorkspaceError
-from gyre_sdk.harness.task import Task
+from gyre_sdk.harness.task import Task, await_healthy
 from gyre_sdk.harness.workspace.channel import SocketChannel
 from gyre_sdk.harness.workspace.container import Container, NotAttached, lifetime, release
 from gyre_sdk.harness.workspace.copying import Copying
@@ -23,12 +24,13 @@ from gyre_sdk.harness.workspace.hardening import (
     memory_folders,
     user_of,
 )
-from gyre_sdk.harness.workspace.images import MEMORY, SHELL_LABEL, phase_image
+from gyre_sdk.harness.workspace.images import ENTRYPOINT_LABEL, MEMORY, SHELL_LABEL, phase_image
 from gyre_sdk.harness.workspace.network import Network, plan
 from gyre_sdk.harness.workspace.output import OUTPUT_LIMIT
 from gyre_sdk.harness.workspace.overlay import NotHere
 from gyre_sdk.harness.workspace.owner import RUN
 from gyre_sdk.harness.workspace.recycling import cleaning
+from gyre_sdk.harness.workspace.services import ADDRESS, Services
 from gyre_sdk.harness.workspace.snapshots import KEPT_S, WORKDIR_OWNER, remove, take
 from gyre_sdk.harness.workspace.supervised import SupervisedWorkspace
 from gyre_sdk.harness.workspace.supervisor import Supervisor, SupervisorLost, arguments, fresh_name
@@ -96,9 +98,23 @@ class DockerWorkspace(SupervisedWorkspace):
             read_only=read_only,
             cpus_there=os.cpu_count() or 1,
         )
+        if task.services:
+            settings["extra_hosts"] = {service.name: ADDRESS for service in task.services} | settings.get(
+                "extra_hosts", {}
+            )
+        self._services: Services | None = None
         prepare = copying.before_start if copying else lambda id: self._give_workdir(client, id, uid, workdir)
         try:
-            container = Container(client, image, settings, run=run_id, workdir=workdir, ttl_s=ttl_s, prepare=prepare)
+            container = Container(
+                client,
+                image,
+                settings,
+                run=run_id,
+                workdir=workdir,
+                ttl_s=ttl_s,
+                prepare=prepare,
+                entrypoint=image.entrypoint if task.entrypoint else (),
+            )
         except BaseException:
             self.network.close()
             raise
@@ -113,6 +129,10 @@ class DockerWorkspace(SupervisedWorkspace):
                 self._restore()
                 if snapshot is None:
                     self._furnish(task)
+            if task.services and phase == "agent":
+                self._services = Services(client, task, main=container.id, run=run_id, deadline=container.deadline)
+            if task.healthcheck is not None and phase == "agent":
+                await_healthy(self, task.healthcheck)
         except BaseException:
             self.close()
             raise
@@ -155,7 +175,11 @@ class DockerWorkspace(SupervisedWorkspace):
                 self.image,
                 user=self.user,
                 folders=[folder for folder in self._memory if folder != SUPERVISOR_FOLDER],
-                labels={RUN: self.run_id, WORKDIR_OWNER: f"{self._uid} {self.workdir}"},
+                labels={
+                    RUN: self.run_id,
+                    WORKDIR_OWNER: f"{self._uid} {self.workdir}",
+                    ENTRYPOINT_LABEL: json.dumps(self.image.entrypoint),
+                },
                 deadline=time.time() + ttl_s,
                 keep=keep,
                 read_only=self._options["read_only"],
@@ -286,6 +310,8 @@ class DockerWorkspace(SupervisedWorkspace):
             exposure.close()
         self._exposed.clear()
         self.network.disconnect()
+        if self._services is not None:
+            self._services.close()
         self.container.remove()
         self.network.close()
         if self._basis is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections import defaultdict
@@ -26,6 +27,8 @@ TASK_IMAGES = "gyre/task"
 BUILT = "gyre.built"
 """Label with the name of an image that was built for a task."""
 USER_LABEL = "gyre.user"
+ENTRYPOINT_LABEL = "gyre.entrypoint"
+"""Entry point, as JSON, of the image that a snapshot was made from."""
 SNAPSHOT = "gyre.snapshot"
 """Label with the name of a snapshot."""
 MEMORY = "gyre.memory"
@@ -50,6 +53,8 @@ class Image:
     labels: Mapping[str, str] = field(default_factory=dict)
     architecture: str = ""
     """What it runs on: `amd64`, `arm64`, ...; empty when it does not say."""
+    entrypoint: tuple[str, ...] = ()
+    """Its entry point, for tasks that want it run; of a snapshot, that of the image it was made from."""
 
     @property
     def passing(self) -> bool:
@@ -132,8 +137,15 @@ def find_image(client: docker.DockerClient, name: str) -> Image | None:
     config = found.get("Config") or {}
     labels = config.get("Labels") or {}
     user = labels.get(USER_LABEL) or config.get("User") or "0:0"
+    entrypoint = json.loads(labels[ENTRYPOINT_LABEL]) if ENTRYPOINT_LABEL in labels else config.get("Entrypoint") or ()
     return Image(
-        name, found["Id"], user, config.get("WorkingDir") or "/workspace", labels, found.get("Architecture") or ""
+        name,
+        found["Id"],
+        user,
+        config.get("WorkingDir") or "/workspace",
+        labels,
+        found.get("Architecture") or "",
+        tuple(entrypoint),
     )
 
 
@@ -141,7 +153,7 @@ def _built(client: docker.DockerClient, folder: Path, timeout: float) -> Image:
     dockerfile = folder / "Dockerfile"
     if not dockerfile.is_file():
         raise WorkspaceError(f"{dockerfile} does not exist; write it, or name an image")
-    bases = {base: find_image(client, base) for base in _bases(dockerfile)}
+    bases = {base: find_image(client, base) for base in bases_of(dockerfile)}
     digest = digest_of(folder, [f"{base}={found.id if found else ''}" for base, found in bases.items()])
     tag = f"{TASK_IMAGES}:{digest}"
     with _building[tag]:
@@ -157,7 +169,7 @@ def _built(client: docker.DockerClient, folder: Path, timeout: float) -> Image:
         return found
 
 
-def _bases(dockerfile: Path) -> list[str]:
+def bases_of(dockerfile: Path) -> list[str]:
     """Return the images that a Dockerfile starts from, as far as they are named outright."""
     named = _FROM.findall(dockerfile.read_text(errors="replace"))
     return [base for base in dict.fromkeys(named) if base != "scratch" and "$" not in base]

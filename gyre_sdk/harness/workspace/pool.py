@@ -108,7 +108,10 @@ class WorkspacePool:
             return None, LocalWorkspace(task, run_id=run_id)
         image = ensure_image(self._client, task)
         user = task.user or image.user
-        if not self._recycle or user.partition(":")[0] in ("0", "root"):
+        alone = (
+            task.services or task.healthcheck or (task.entrypoint and image.entrypoint)
+        )  # started once, not recycled
+        if not self._recycle or alone or user.partition(":")[0] in ("0", "root"):
             self.started += 1
             return None, DockerWorkspace(task, self._client, run_id=run_id)
         limits = (task.cpus, task.memory_mb, task.pids, task.disk_mb)
