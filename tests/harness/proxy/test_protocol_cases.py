@@ -54,7 +54,7 @@ def test_a_broken_answer_is_continued(
 def test_an_answer_that_cannot_go_on_is_an_error(model: Path, tmp_path: Path, protocol: str, stream: bool) -> None:
     """No engine is left: the protocol's error, never a normal end; the ids stay on record."""
     plays: list[list[Step]] = [[Tokens([331, 333]), Wait(0.1), Error(), Done()], [Status(503)]]
-    with scripted(model, tmp_path, PIECES, *plays, patience=0.4) as (proxy, _engine):
+    with scripted(model, tmp_path, PIECES, *plays, patience=0.4, retry_pause=0.002) as (proxy, _engine):
         body = body_of(protocol, HELLO, max_tokens=20, stream=stream)
         answer = send(proxy, proxy.run(), protocol, body)
         [call] = proxy.calls()
