@@ -18,7 +18,7 @@ from gyre_sdk.records import Score
 pytestmark = pytest.mark.docker
 LIMITS = {"memory_mb": 128, "pids": 64, "verifier_mode": "shared"}
 VERIFIER = 'if grep -q fixed app.txt; then r=1; else r=0; fi; echo "$r" > /logs/verifier/reward.txt\n'
-BUSY = "setsid nohup sh -c '{}' >/dev/null 2>&1 &"
+BUSY = "setsid sh -c '{}' >/dev/null 2>&1 &"
 ATTACKS = {  # scoring-forged-reward-files
     "none": "true",
     "file first, txt": "mkdir -p /logs/verifier; echo 1.0 > /logs/verifier/reward.txt",

@@ -19,9 +19,11 @@ In neither mode can the work product be kept from what tests hand to it: tests t
 
 from __future__ import annotations
 
+from gyre_sdk.harness.scoring.attempts import RETRIES, evaluate, score, score_snapshot, score_with_retries
+from gyre_sdk.harness.scoring.begin import prepare
+from gyre_sdk.harness.scoring.history import scrub_history
 from gyre_sdk.harness.scoring.policy import POLICY, Outcome, Retry, Rule, outcome, stands
 from gyre_sdk.harness.scoring.reward import parse_reward
-from gyre_sdk.harness.scoring.score import RETRIES, evaluate, score, score_snapshot, score_with_retries
 from gyre_sdk.harness.scoring.watch import Seal
 
 __all__ = [
@@ -34,8 +36,10 @@ __all__ = [
     "evaluate",
     "outcome",
     "parse_reward",
+    "prepare",
     "score",
     "score_snapshot",
     "score_with_retries",
+    "scrub_history",
     "stands",
 ]

@@ -47,9 +47,9 @@ for p in /proc/[0-9]*; do
   sid $p || continue
   case $state in Z|X) continue;; esac
   case " $init $own $parent " in *" $session "*) continue;; esac
-  c=$(tr '\0' ' ' </proc/$p/cmdline 2>/dev/null | head -c 120)
-  case $c in 'sh -c c='*|/*' sh -c c='*) continue;; esac
-  [ -n "$c" ] && printf 'process %s\n' "$c"
+  c=$(tr '\0\n' '  ' </proc/$p/cmdline 2>/dev/null)
+  case $c in *' gyre /run/gyre/'*) continue;; esac
+  [ -n "$c" ] && printf 'process %.120s\n' "$c"
 done
 exit 0
 """
