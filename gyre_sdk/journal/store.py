@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 import zlib
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +44,12 @@ class Journal(Reader):
         self._packer = Packer()
         self._items = ItemCache()
         """The writer's thread alone uses these two."""
+        self._delivered: tuple[list[tuple[CallId]], Write[None]] | None = None
+        """Deliveries that wait for the next commit, in a loop that the store has joined."""
+        self._delivering = threading.Lock()
+        self._joined = False
+        self._unchunked: set[CallId] = set()
+        """Calls received here of which no tokens were written yet."""
         self._writer = Writer(connect(self.path, "rw"), self.path.name, self._forget) if mode == "rw" else None
 
     def __enter__(self) -> Self:
@@ -57,10 +64,12 @@ class Journal(Reader):
         """Have writes made in an event loop's thread, the caller's; futures resolve there. See `writer`."""
         if self._writer is not None:
             self._writer.join_loop(loop)
+            self._joined = True
 
     def leave_loop(self) -> None:
         """End `join_loop`, in the loop's thread and before the loop ends."""
         if self._writer is not None:
+            self._joined, self._delivered = False, None
             self._writer.leave_loop()
 
     def close(self) -> None:
@@ -206,6 +215,7 @@ class Journal(Reader):
             self._items.keep(intent.call, known)
             self._packer.keep(intent.run, base)
 
+        self._unchunked.add(intent.call)
         return self._submit_bodies(write, fresh)
 
     def call_dispatched(self, attempt: AttemptRecord) -> Write[None]:
@@ -220,6 +230,7 @@ class Journal(Reader):
     def tokens_sampled(self, call: CallId, chunk: TokenChunk) -> Write[None]:
         """Append sampled tokens of an open call."""
         row = _chunk_row(call, chunk)
+        self._unchunked.discard(call)
 
         def write(db: sqlite3.Connection) -> None:
             db.execute(_INSERT_CHUNK, row)
@@ -231,6 +242,8 @@ class Journal(Reader):
         self, attempt: AttemptRecord, lost: TokenChunk | None = None, kept: TokenChunk | None = None
     ) -> Write[None]:
         """Record how an engine request ended; `lost` holds the tokens that were given up, `kept` those before them."""
+        if kept is not None:
+            self._unchunked.discard(attempt.call)
 
         def write(db: sqlite3.Connection) -> None:
             _end_attempt(db, attempt, lost)
@@ -272,6 +285,8 @@ class Journal(Reader):
         )
         tokens = (ids_blob(ids), logprobs_blob(logprobs), call)
         early = compress_early(fresh)
+        chunked = call not in self._unchunked
+        self._unchunked.discard(call)
 
         def write(db: sqlite3.Connection) -> None:
             base = None
@@ -286,7 +301,8 @@ class Journal(Reader):
             if attempt is not None:
                 _end_attempt(db, attempt, None)
             db.execute("INSERT OR REPLACE INTO sampled SELECT seq, ?, ? FROM call WHERE call=?", tokens)
-            db.execute("DELETE FROM chunk WHERE call=?", (call,))
+            if chunked:
+                db.execute("DELETE FROM chunk WHERE call=?", (call,))
             if base is not None:
                 self._packer.keep(run[0] if run else "", base)
 
@@ -294,7 +310,23 @@ class Journal(Reader):
 
     def call_delivered(self, call: CallId) -> Write[None]:
         """Record that the end of a call's answer reached the agent's connection. Nobody waits for it."""
-        return self._submit(lambda db: _set_status(db, call, CallStatus.DELIVERED), idle=True)
+        with self._delivering:
+            if self._delivered is not None:
+                calls, write = self._delivered
+                calls.append((call,))
+                return write
+
+        def mark(db: sqlite3.Connection) -> None:
+            with self._delivering:
+                if self._delivered is not None and self._delivered[0] is calls:
+                    self._delivered = None  # later ones get a write of their own
+            db.executemany(_MARK_DELIVERED, calls)
+
+        calls = [(call,)]
+        write = self._submit(mark, idle=True)
+        if self._joined:
+            self._delivered = (calls, write)
+        return write
 
     # -- streams of other components -----------------------------------------------------------------------------
 
@@ -333,6 +365,7 @@ _INSERT_CALL = (
     " received_at, messages_shared, messages, raw_shared, raw, sampled_len, sampled_crc, versions)"
     " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,0,0,x'90')"
 )
+_MARK_DELIVERED = f"UPDATE call SET status='{CallStatus.DELIVERED}' WHERE call=?"
 _INSERT_ATTEMPT = "INSERT INTO attempt VALUES (?,?,?,?,?,?,?,?)"
 _INSERT_CHUNK = "INSERT INTO chunk VALUES (?,?,?,?,?)"
 
@@ -359,10 +392,6 @@ def _insert_lane(db: sqlite3.Connection, lane: LaneRecord, key_digest: str) -> N
         "INSERT INTO lane (lane, run, role, name, parent, key_digest, created_at, parent_call) VALUES (?,?,?,?,?,?,?,?)",
         (lane.lane, lane.run, lane.role, lane.name, lane.parent, key_digest, lane.created_at, lane.parent_call),
     )
-
-
-def _set_status(db: sqlite3.Connection, call: CallId, status: CallStatus) -> None:
-    db.execute("UPDATE call SET status=? WHERE call=?", (status, call))
 
 
 __all__ = ["Journal"]

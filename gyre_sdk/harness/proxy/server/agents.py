@@ -19,8 +19,6 @@ from gyre_sdk.harness.proxy.server.state import Registry
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_SECRET = frozenset(("authorization", "x-api-key", "api-key", "cookie", "proxy-authorization"))
-
 
 class Agents:
     """Handlers under `/v1`."""
@@ -90,7 +88,7 @@ class Agents:
                 connection=request.transport,
                 retry=count not in ("0", ""),
                 key=request.headers.get("Idempotency-Key"),
-                headers={name.lower(): value for name, value in request.headers.items() if name.lower() not in _SECRET},
+                headers=request.headers,
             )
             turn = await self._intake.turn(asked)
             turn.connections.add(request.transport)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gyre_sdk.errors import ProtocolError
@@ -31,8 +32,8 @@ class Asked:
     """Whether the client says that it repeats an earlier request."""
     key: str | None = None
     """`Idempotency-Key`."""
-    headers: dict[str, str] = field(default_factory=dict)
-    """Lower-case names; nothing secret."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """As sent, keys included."""
 
 
 class Intake:

@@ -37,6 +37,7 @@ T = TypeVar("T")
 _NOT_TRAINED = ("logit_bias", "allowed_token_ids", "bad_words")
 """Sampling fields refused in a run whose rewards are compared."""
 
+_SECRET = frozenset(("authorization", "x-api-key", "api-key", "cookie", "proxy-authorization"))
 OFF_LOOP = 200_000
 """Bodies larger than this many bytes are parsed and rendered in a thread, so that other streams go on."""
 
@@ -133,7 +134,7 @@ async def _sorted(services: Services, key: Lane, turn: Turn, headers: Mapping[st
         return key
     async with sorter.lock:
         history = run.history if services.settings.hosted_model(request.model) is None else run.hosted_history
-        assigned = sorter.decide(request, history.match("", request.tools, request.messages), headers)
+        assigned = sorter.decide(request, history.match("", request.tools, request.messages), _shown(headers))
         name = assigned.lane
         if name is None:
             name = new_lane_id()
@@ -144,6 +145,11 @@ async def _sorted(services: Services, key: Lane, turn: Turn, headers: Mapping[st
             sorter.opened(record, assigned.thread, assigned.tool_call)
         sorter.asked(name, CallId(f"c-{turn.name}"), request.messages, request.tools, assigned.thread)
         return run.lanes[name]
+
+
+def _shown(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return headers as a classifier sees them: names in lower case, nothing secret."""
+    return {name.lower(): value for name, value in headers.items() if name.lower() not in _SECRET}
 
 
 async def _template(services: Services, policy: HistoryPolicy, thinking: bool | None) -> Template:
