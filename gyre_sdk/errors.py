@@ -20,6 +20,7 @@ Tree::
     ├── JournalError         the store cannot be opened, read or written
     ├── TreeError            recorded calls do not form a tree
     ├── LimitExceeded        a run, or a sub-agent in it, spent a budget (tokens, turns, cost, time)
+    ├── AgentFailed          an agent program ended with an exit code other than 0
     ├── Vetoed               a hook refused a run, a sub-agent or a compaction
     ├── HookError            a hook raised, or returned what its event cannot take
     └── TrainerError         training cannot go on
@@ -140,6 +141,18 @@ class LimitExceeded(GyreError):
         super().__init__(message)
         self.limit = limit
         self.lane = lane
+
+
+class AgentFailed(GyreError):
+    """An agent program ended with an exit code other than 0.
+
+    Attributes:
+        exit_code: of the program, negative for a signal.
+    """
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(f"the agent program ended with exit code {exit_code}")
+        self.exit_code = exit_code
 
 
 class Vetoed(GyreError):

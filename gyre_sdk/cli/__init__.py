@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import typer
 
-from gyre_sdk.cli import fsck, machine, replay, store, task, watch
+from gyre_sdk.cli import fsck, machine, replay, run, store, task, watch
 from gyre_sdk.errors import GyreError
 
 __all__ = ["app", "main"]
@@ -25,6 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("run")(run.run)
 app.command("runs")(store.runs)
 app.command("calls")(store.calls)
 app.command("samples")(store.samples)

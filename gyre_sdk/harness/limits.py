@@ -70,8 +70,8 @@ def classify(error: BaseException | None) -> Ending:
     """Return how a block that raised `error` (None: it did not) ended.
 
     A budget that ran out is an outcome, scored like any other (arXiv:2609.33848, partial scoring) and not raised
-    further. An agent's own error is scored and raised. A broken connection to the model or a broken workspace says
-    nothing about the agent: not scored, raised.
+    further. An agent's own error is scored and raised. A broken connection to the model, a broken workspace or a wrong
+    setting says nothing about the agent: not scored, raised.
     """
     if error is None:
         return Ending(RunStatus.COMPLETED, None, scorable=True, swallow=False)
@@ -84,6 +84,8 @@ def classify(error: BaseException | None) -> Ending:
         return Ending(RunStatus.CANCELLED, text, scorable=False, swallow=False)
     if isinstance(error, WorkspaceError):
         return Ending(RunStatus.WORKSPACE_ERROR, text, scorable=False, swallow=False)
+    if isinstance(error, SettingsError):
+        return Ending(RunStatus.AGENT_ERROR, text, scorable=False, swallow=False)
     if _model_failed(error):
         return Ending(RunStatus.AGENT_ERROR, f"infrastructure: {text}", scorable=False, swallow=False)
     return Ending(RunStatus.AGENT_ERROR, text, scorable=True, swallow=False)

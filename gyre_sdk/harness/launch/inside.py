@@ -1,0 +1,60 @@
+"""An agent program inside the workspace: its tools act on what is scored, and it reaches the model alone."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from gyre_sdk.errors import WorkspaceError
+from gyre_sdk.harness.agent import Agent
+
+HOME = "/tmp/.gyre-agent"
+"""Home of the program inside: outside of the working directory, so that its settings are no work product."""
+_LOOK_SECONDS = 0.2
+
+
+class Start(Protocol):
+    """What a program is started with; see `attempt.Start`."""
+
+    command: list[str]
+    variables: Mapping[str, str]
+    files: Mapping[str, str]
+
+
+def run_inside(
+    agent: Agent, start: Callable[[str], Any], *, show: Callable[[bytes], None], check: Callable[[], None]
+) -> int:
+    """Run a program in the run's workspace to its end; return its exit code.
+
+    Args:
+        start: gets the base URL of the model as it is inside, and says what to start.
+        show: gets its output and error output, as it comes.
+        check: is called several times a second; what it raises ends the program, and is raised.
+
+    Raises:
+        WorkspaceError: the workspace takes no proxy, or has no such program.
+    """
+    workspace: Any = agent.context.workspace
+    if not hasattr(workspace, "connect_proxy"):
+        raise WorkspaceError(
+            f"{workspace.id} is a local workspace: no agent can be put into it; use --workspace docker, or --host"
+        )
+    given = start(workspace.connect_proxy(agent.base_url, agent.api_key))
+    program = given.command[0]
+    if workspace.exec(f"command -v -- {shlex.quote(program)}", timeout=60.0).exit_code != 0:
+        raise WorkspaceError(
+            f"the workspace has no program {program!r}; build it into the task's image, or run the agent on this machine"
+            " with --host"
+        )
+    for name, content in given.files.items():
+        workspace.write(f"{HOME}/{name}", content)
+    variables = {"HOME": HOME, **given.variables}
+    with workspace.start(shlex.join(given.command), env=variables) as process:
+        while True:
+            check()
+            data = process.read(timeout=_LOOK_SECONDS)
+            if data:
+                show(data)
+            elif process.poll() is not None:
+                return int(process.wait())
