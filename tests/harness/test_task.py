@@ -15,6 +15,7 @@ LOADS = {
     "autoagent-hello-world",
     "autoagent-simple-script",
     "cookbook-dns-blacklisting",
+    "cookbook-multi-container",
     "cookbook-multi-reward",
     "cookbook-multi-step",
     "cookbook-simple-task",
@@ -22,8 +23,7 @@ LOADS = {
     "inspect-simple-task",
 }
 REFUSED = {
-    "cookbook-multi-container": "compose",
-    "cookbook-simulated-user": "compose",
+    "cookbook-simulated-user": r"ANTHROPIC_API_KEY.*variables of the host are not passed.*--set ANTHROPIC_API_KEY=VALUE",
     "dialect-inspect-coco-fix-syntax-errors": "Dockerfile is missing",
     "harbor-template-separate-verifier": r"instruction\.md is empty",
 }
@@ -135,7 +135,6 @@ def test_own_extension(tmp_path):
             ["verifier image"],
         ),
         ("multi_step_reward_strategy = 'best'\n", {}, ["multi_step_reward_strategy", "best", "mean, final"]),
-        ("", {"environment/docker-compose.yaml": "services: {}\n"}, ["compose"]),
         ('[verifier]\nenvironment_mode = "apart"\n', {}, ["verifier.environment_mode", "apart", "shared, separate"]),
         (
             '[verifier]\nenvironment_mode = "shared"\n[verifier.environment]\ndocker_image = "b"\n',

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 import stat
 import tarfile
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,10 @@ from docker.utils.build import exclude_paths
 
 from gyre_sdk.errors import WorkspaceError
 from gyre_sdk.harness.workspace.archive import anonymous
+
+_COPY_TO_HERE = re.compile(
+    rb"^[ \t]*(?:COPY|ADD)[ \t]+(?:--\S+[ \t]+)*((?:[^\s\[\]\\]+[ \t]+)+)\.(?=[ \t]*$)", re.M | re.I
+)
 
 
 def entries(folder: Path) -> list[str]:
@@ -52,9 +57,28 @@ def context_of(folder: Path, extra: Mapping[str, bytes] | None = None) -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for name in entries(folder):
-            archive.add(folder / name, name, recursive=False, filter=anonymous)
-        for name, data in (extra or {}).items():
+            if name != "Dockerfile":
+                archive.add(folder / name, name, recursive=False, filter=anonymous)
+        rewritten = (
+            {"Dockerfile": for_classic(_text(folder / "Dockerfile"))} if (folder / "Dockerfile").is_file() else {}
+        )
+        for name, data in {**rewritten, **(extra or {})}.items():
             entry = tarfile.TarInfo(name)
             entry.size = len(data)
             archive.addfile(entry, io.BytesIO(data))
     return out.getvalue()
+
+
+def for_classic(dockerfile: bytes) -> bytes:
+    """Return a Dockerfile with what only newer builders take spelled as every builder does.
+
+    That is `COPY a b .`: with several sources, the classic builder wants the folder to end with a slash.
+    """
+    return _COPY_TO_HERE.sub(lambda match: match[0] + b"/" if len(match[1].split()) > 1 else match[0], dockerfile)
+
+
+def _text(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise WorkspaceError(f"{file} cannot be read: {error}; make it readable") from error
