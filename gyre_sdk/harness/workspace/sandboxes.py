@@ -1,43 +1,204 @@
-"""Images built from `sandboxes/` without any image registry."""
+"""Images built from `sandboxes/` without any image registry: a busybox, and Debian made of packages.
+
+A sandbox is a folder with a Dockerfile and a smoke test; its `packages`, where it has some, names the Debian packages that
+become `rootfs.tar` in the build, its `downloads` files of other package registries. An image says what it was built from, so that one that is up to date is not built again.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import io
 import os
 import shutil
 import subprocess
 import tarfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import docker
+import httpx
+from docker.errors import DockerException, ImageNotFound, NotFound
 
 from gyre_sdk.errors import WorkspaceError
-from gyre_sdk.harness.workspace.building import build
-from gyre_sdk.harness.workspace.contexts import context_of
-from gyre_sdk.harness.workspace.images import Image, find_image, image_missing
+from gyre_sdk.harness.task import Task
+from gyre_sdk.harness.workspace import debian
+from gyre_sdk.harness.workspace.building import alone, build
+from gyre_sdk.harness.workspace.contents import read_path
+from gyre_sdk.harness.workspace.contexts import context_of, digest_of
+from gyre_sdk.harness.workspace.docker import DockerWorkspace
+from gyre_sdk.harness.workspace.images import Image, bases_of, find_image, image_missing
+from gyre_sdk.records import ExecResult
 
-SANDBOXES = Path(__file__).parents[3] / "sandboxes"
-"""One folder per sandbox image, in a checkout of gyre."""
+SANDBOXES = Path(__file__).parents[2] / "sandboxes"
+"""One folder per sandbox image; part of the package."""
+REPOSITORY = "gyre"
+DIGEST = "gyre.sandbox"
+"""Label with a digest of what a sandbox was built from."""
+_BUILD_S = 1800.0
+_DOWNLOAD_S = 120.0
+_SMOKE_S = 120.0
+BASE = "base"
 
 
-def build_sandbox(client: docker.DockerClient, name: str, *, folder: Path = SANDBOXES) -> Image:
-    """Build the image `gyre/<name>` from `sandboxes/<name>`, and run its smoke test.
+@dataclass(frozen=True, slots=True)
+class Sandbox:
+    """A sandbox that can be built, and its image."""
 
-    `base` gets its root file system from the busybox of this machine: no registry is needed.
+    name: str
+    image: str
+    built: bool
+    current: bool
+    """Whether the image was built from what is there now."""
+    bytes: int
+    """Size of the image, with the images that it starts from; 0 when it is not built."""
+
+
+def names(folder: Path = SANDBOXES) -> list[str]:
+    """Return the names of the sandboxes."""
+    return sorted(path.parent.name for path in folder.glob("*/Dockerfile"))
+
+
+def sandboxes(client: docker.DockerClient, folder: Path = SANDBOXES) -> list[Sandbox]:
+    """Return every sandbox with what the engine has of it."""
+    found = []
+    for name in names(folder):
+        image = f"{REPOSITORY}/{name}"
+        try:
+            there = client.api.inspect_image(image)
+        except (ImageNotFound, NotFound):
+            found.append(Sandbox(name, image, False, False, 0))
+            continue
+        except DockerException as error:
+            raise WorkspaceError(f"image {image!r} cannot be looked up: {error}; is the Docker engine up?") from error
+        labels = (there.get("Config") or {}).get("Labels") or {}
+        current = labels.get(DIGEST) == _digest(client, folder, name)
+        found.append(Sandbox(name, image, True, current, int(there.get("Size") or 0)))
+    return found
+
+
+def build_sandbox(client: docker.DockerClient, name: str, *, folder: Path = SANDBOXES, again: bool = False) -> Image:
+    """Build the image `gyre/<name>`, and first the sandboxes that it starts from, where they are not up to date.
+
+    `base` gets its file system from the busybox of this machine, the others from its Debian package sources.
+
+    Args:
+        again: build it even so, with the packages of today.
 
     Raises:
-        WorkspaceError: no such sandbox, busybox is missing, or the build or the smoke test failed.
+        WorkspaceError: no such sandbox, something that it is made of is missing, or the build failed.
     """
     place = folder / name
     if not (place / "Dockerfile").is_file():
-        known = sorted(path.parent.name for path in folder.glob("*/Dockerfile"))
-        raise WorkspaceError(f"{place / 'Dockerfile'} does not exist; sandboxes here: {', '.join(known) or 'none'}")
-    extra = {"rootfs.tar": base_rootfs()} if name == "base" else {}
-    build(client, context_of(place, extra), f"gyre/{name}", 600.0)
-    found = find_image(client, f"gyre/{name}")
+        raise WorkspaceError(
+            f"{place / 'Dockerfile'} does not exist; sandboxes here: {', '.join(names(folder)) or 'none'}"
+        )
+    for below in _below(folder, name):
+        build_sandbox(client, below, folder=folder)
+    tag = f"{REPOSITORY}/{name}"
+    with alone(client.api.base_url, tag):
+        digest = _digest(client, folder, name)
+        found = find_image(client, tag)
+        if found is None or again or found.labels.get(DIGEST) != digest:
+            build(client, context_of(place, _extra(client, folder, name)), tag, _BUILD_S, {DIGEST: digest})
+            found = find_image(client, tag)
     if found is None:
-        raise image_missing(f"gyre/{name}")
+        raise image_missing(tag)
     return found
+
+
+def smoke_test(client: docker.DockerClient, name: str, *, folder: Path = SANDBOXES) -> ExecResult:
+    """Run a sandbox's smoke test in a workspace of its image; it passed when it ended with 0 and printed `ok`.
+
+    Raises:
+        ImageMissing: it is not built.
+        WorkspaceError: there is no such sandbox, or no workspace.
+    """
+    smoke = folder / name / "smoke.sh"
+    if not smoke.is_file():
+        raise WorkspaceError(f"{smoke} does not exist; sandboxes here: {', '.join(names(folder)) or 'none'}")
+    with DockerWorkspace(Task(instruction="smoke test", image=f"{REPOSITORY}/{name}"), client) as workspace:
+        return workspace.exec(smoke.read_text(), timeout=_SMOKE_S)
+
+
+def _below(folder: Path, name: str) -> list[str]:
+    """Return the sandboxes that one starts from."""
+    bases = (base.removeprefix(f"{REPOSITORY}/") for base in bases_of(folder / name / "Dockerfile"))
+    return [base for base in bases if (folder / base / "Dockerfile").is_file()]
+
+
+def _digest(client: docker.DockerClient, folder: Path, name: str) -> str:
+    below = [f"{base}={found.id if found else ''}" for base, found in _images_below(client, folder, name).items()]
+    if name == BASE:
+        below.append(hashlib.sha256(_busybox().read_bytes()).hexdigest())
+    return digest_of(folder / name, below)
+
+
+def _images_below(client: docker.DockerClient, folder: Path, name: str) -> dict[str, Image | None]:
+    return {base: find_image(client, f"{REPOSITORY}/{base}") for base in _below(folder, name)}
+
+
+def _extra(client: docker.DockerClient, folder: Path, name: str) -> dict[str, bytes]:
+    """Return what a sandbox's build needs besides its folder."""
+    if name == BASE:
+        return {"rootfs.tar": base_rootfs()}
+    extra = {}
+    for row in _rows(folder / name / "downloads"):
+        file, url, digest = row.split()
+        extra[file] = _download(url, digest)
+    packages = _rows(folder / name / "packages")
+    if packages:
+        below = _images_below(client, folder, name).values()
+        states = [_file_of(client, image, debian.STATUS) for image in below if image]
+        extra["rootfs.tar"] = debian.tree(packages, status=b"".join(states))
+    return extra
+
+
+def _rows(file: Path) -> list[str]:
+    """Return a file's lines without comments; none when there is no such file."""
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return [row for line in lines if (row := line.partition("#")[0].strip())]
+
+
+def _file_of(client: docker.DockerClient, image: Image, path: str) -> bytes:
+    content = read_path(client, image.id, f"/{path}")
+    if content is None:
+        return b""
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        file = archive.extractfile(archive.getmembers()[0])
+        return file.read() if file else b""
+
+
+def _download(url: str, digest: str) -> bytes:
+    """Fetch a file and check it (`sha512-<base64>`, as package registries give it)."""
+    try:
+        content = httpx.get(url, timeout=_DOWNLOAD_S, follow_redirects=True).raise_for_status().content
+    except httpx.HTTPError as error:
+        raise WorkspaceError(f"{url} cannot be fetched: {error}; check that its host can be reached") from error
+    kind, _, expected = digest.partition("-")
+    found = base64.b64encode(hashlib.new(kind, content).digest()).decode()
+    if found != expected:
+        raise WorkspaceError(
+            f"{url} has the digest {kind}-{found}, not {digest}: it is not what was meant; do not use it"
+        )
+    return content
+
+
+def _busybox() -> Path:
+    """Return this machine's static busybox.
+
+    Raises:
+        WorkspaceError: there is none.
+    """
+    found = shutil.which("busybox", path=f"{os.environ.get('PATH', '')}:/bin:/usr/bin")
+    advice = "install it: apt-get install busybox-static"
+    if found is None:
+        raise WorkspaceError(f"busybox is not installed; {advice}")
+    with Path(found).open("rb") as start:
+        head = start.read(4096)
+    if b"ld-linux" in head or b"ld-musl" in head:
+        raise WorkspaceError(f"{found} is not static; {advice}")
+    return Path(found)
 
 
 def base_rootfs() -> bytes:
@@ -46,13 +207,8 @@ def base_rootfs() -> bytes:
     Raises:
         WorkspaceError: there is none.
     """
-    busybox = shutil.which("busybox", path=f"{os.environ.get('PATH', '')}:/bin:/usr/bin")
-    advice = "install it: apt-get install busybox-static"
-    if busybox is None:
-        raise WorkspaceError(f"busybox is not installed; {advice}")
-    content = Path(busybox).read_bytes()
-    if b"ld-linux" in content[:4096] or b"ld-musl" in content[:4096]:
-        raise WorkspaceError(f"{busybox} is not static; {advice}")
+    busybox = _busybox()
+    content = busybox.read_bytes()
     applets = subprocess.run([busybox, "--list"], capture_output=True, text=True, check=True).stdout.split()
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as archive:

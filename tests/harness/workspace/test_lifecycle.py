@@ -25,7 +25,6 @@ from gyre_sdk.harness.workspace import (
 )
 from gyre_sdk.harness.workspace.images import ensure_image
 from gyre_sdk.harness.workspace.isolation import best_isolation
-from gyre_sdk.harness.workspace.sandboxes import SANDBOXES, build_sandbox
 
 pytestmark = pytest.mark.docker
 
@@ -136,19 +135,6 @@ def test_a_failing_build_shows_its_last_lines(docker_client, base_image, tmp_pat
         open_workspace(Task(instruction="x", dockerfile=tmp_path))
     with pytest.raises(WorkspaceError, match="does not exist"):
         open_workspace(Task(instruction="x", dockerfile=tmp_path / "none"))
-
-
-@pytest.mark.parametrize("name", sorted(path.parent.name for path in SANDBOXES.glob("*/Dockerfile")))
-def test_every_sandbox_builds_and_passes_its_smoke_test(docker_client, base_image, name):
-    image = build_sandbox(docker_client, name)
-    with DockerWorkspace(Task(instruction="x", image=image.name), docker_client) as workspace:
-        ran = workspace.exec((SANDBOXES / name / "smoke.sh").read_text(), timeout=60)
-        assert (ran.exit_code, ran.stdout.strip()) == (0, "ok"), ran
-
-
-def test_an_unknown_sandbox_is_named(docker_client):
-    with pytest.raises(WorkspaceError, match="sandboxes here: base"):
-        build_sandbox(docker_client, "nothing")
 
 
 def test_no_engine_is_said_with_the_next_step(tmp_path):
