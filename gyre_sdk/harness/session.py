@@ -2,8 +2,8 @@
 
 Order of events::
 
-    record the run -> `RunStart` hooks -> open the workspace -> the user's block -> stops of what is still open
-    -> close the run's calls -> score -> record the end -> clean up -> `RunEnd` hooks
+    record the run -> `RunStart` hooks -> open the workspace -> scrub and seal it -> the user's block
+    -> stops of what is still open -> close the run's calls -> score -> record the end -> clean up -> `RunEnd` hooks
 
 The record exists before the first call and ends in exactly one terminal state, whatever happens in the block.
 """
@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from gyre_sdk.errors import HookError, ScoringError, SettingsError, Vetoed, WorkspaceError
+from gyre_sdk.errors import HookError, SettingsError, Vetoed, WorkspaceError
 from gyre_sdk.events import RunEnded, RunStarted
 from gyre_sdk.harness.agent import Agent, Meter, RunContext, in_thread, to_the_end
 from gyre_sdk.harness.hooks import (
@@ -37,13 +37,13 @@ from gyre_sdk.harness.hooks import (
     unobserved,
 )
 from gyre_sdk.harness.limits import Ending, Limits, classify, is_refused, spent_status
-from gyre_sdk.harness.ports import Clock, Observer, Workspace
+from gyre_sdk.harness.ports import Clock, Observer
 from gyre_sdk.harness.proxy.server import ProxyServer, ProxySettings
-from gyre_sdk.harness.scoring import score_with_retries
+from gyre_sdk.harness.scoring import POLICY, RunScoring, end_of, outcome, reason, retried_start
 from gyre_sdk.harness.service import ClosedRun, OpenedRun, ServiceClient
 from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace import WorkspacePool, open_workspace
-from gyre_sdk.records import MAIN, RunId, RunResult, RunStatus, Score
+from gyre_sdk.records import MAIN, End, RunId, RunResult, RunStatus, Score
 
 _DRAIN_SECONDS = 10.0
 _STARTED = time.time()
@@ -89,6 +89,9 @@ class Session:
         limits: budgets; a missing `wall_s` is the task's agent time limit.
         hooks, observer: see `hooks.Hooks` and `ports.Observer`.
         scoring_retries: how often a failed evaluation is tried again before the run is left unscored.
+        keep_snapshots: keep what the run left as an image of the engine, so that `gyre rescore` can score it again.
+        overall_s: seconds for agent and evaluation together, from the start; a run that is not scored by then is
+            dropped. None: no limit.
 
     Raises:
         SettingsError: neither `service` nor `proxy` is given.
@@ -114,6 +117,8 @@ class Session:
         observer: Observer = unobserved,
         metadata: dict[str, Any] | None = None,
         scoring_retries: int = 2,
+        keep_snapshots: bool = False,
+        overall_s: float | None = None,
         clock: Clock | None = None,
     ) -> None:
         limits = limits or Limits()
@@ -126,8 +131,10 @@ class Session:
         self._observer = Fanout(observer)
         self._metadata = dict(metadata or {})
         self._split, self._classifier = split, classifier
-        self._scoring_retries = scoring_retries
         self._clock = clock or SystemClock()
+        self._scoring_options: dict[str, Any] = {"retries": scoring_retries, "keep": keep_snapshots}
+        self._overall_s = overall_s
+        self._scoring: RunScoring
         self._cleanup = ExitStack()
         self._began = 0.0
         self._opened: OpenedRun | None = None
@@ -234,8 +241,13 @@ class Session:
     def _open_workspace(self) -> Agent:
         assert self._opened is not None
         opened = self._opened
-        workspace = open_workspace(self._task, kind=self._workspace_kind, run_id=opened.run)
+        deadline = None if self._overall_s is None else self._began + self._overall_s
+        self._scoring = RunScoring(self._task, self._clock, deadline=deadline, **self._scoring_options)
+        workspace = retried_start(
+            lambda: open_workspace(self._task, kind=self._workspace_kind, run_id=opened.run), self._clock
+        )
         self._cleanup.callback(workspace.close)
+        self._scoring.begin(workspace)
         context = RunContext(
             task=self._task,
             run=opened.run,
@@ -245,7 +257,7 @@ class Session:
             hooks=self._hooks,
             observer=self._observer,
             meter=self._meter,
-            score=lambda: self._evaluate(workspace),
+            score=lambda: self._scoring.now(workspace),
         )
         self._context = context
         self._agent = Agent(context, self._info, base_url=opened.base_url, api_key=opened.api_key)
@@ -265,9 +277,9 @@ class Session:
         if self._opened is None:
             return
         if isinstance(error, WorkspaceError):
-            self._record(RunStatus.WORKSPACE_ERROR, Score(0.0), str(error), ClosedRun(0, 0), placeholder=True)
+            self._record(End.NEVER_STARTED, None, str(error), ClosedRun(0, 0))
         else:
-            self._record(RunStatus.CANCELLED, None, f"{type(error).__name__}: {error}", ClosedRun(0, 0))
+            self._record(End.CANCELLED, None, f"{type(error).__name__}: {error}", ClosedRun(0, 0))
 
     # -- end -----------------------------------------------------------------------------------------------------
 
@@ -283,18 +295,16 @@ class Session:
         assert self._agent is not None and self._opened is not None and self._context is not None
         failure = self._abandon()
         used = self._client.close_run(self._opened.run, seconds=_DRAIN_SECONDS)
-        status, error, score = ending.status, ending.error, self._agent._score
-        if ending.scorable and score is None:
+        end = end_of(ending.status, scorable=ending.scorable)
+        error, score = ending.error, self._agent._score
+        if POLICY[end].graded and score is None:
             try:
-                score = self._evaluate(self._context.workspace)
-            except ScoringError as problem:
-                status, error = RunStatus.SCORER_ERROR, _joined(error, f"scorer: {problem}")
-            except WorkspaceError as problem:
-                status, error = RunStatus.WORKSPACE_ERROR, _joined(error, f"workspace lost before scoring: {problem}")
+                score = self._scoring.evaluate(self._context.workspace)
             except BaseException as problem:
-                self._record(RunStatus.CANCELLED, None, f"while scoring: {type(problem).__name__}", used)
+                self._record(End.CANCELLED, None, f"while scoring: {type(problem).__name__}", used)
                 raise
-        self._record(status, score, error, used)
+            error = _joined(error, reason(score))
+        self._record(end, score, error, used)
         if failure is not None:
             raise failure
 
@@ -306,30 +316,32 @@ class Session:
             return failure
         return None
 
-    def _evaluate(self, workspace: Workspace) -> Score:
-        return score_with_retries(self._task, workspace, retries=self._scoring_retries)
-
-    def _record(
-        self,
-        status: RunStatus,
-        score: Score | None,
-        error: str | None,
-        used: ClosedRun,
-        *,
-        placeholder: bool = False,
-    ) -> None:
+    def _record(self, end: End, score: Score | None, error: str | None, used: ClosedRun) -> None:
         assert self._opened is not None
-        run = self._opened.run
-        reward, parts = (score.reward, score.parts) if score else (None, {})
+        run, found = self._opened.run, outcome(end, score)
+        parts = score.parts if score is not None and found.reward is not None else {}
         seconds = self._clock.monotonic() - self._began
-        self._ended = (status, reward, error, seconds)
-        status = self._client.end_run(run, status, reward=reward, parts=parts, error=error, placeholder=placeholder)
-        self._ended = (status, reward, error, seconds)
+        self._ended = (found.status, found.reward, error, seconds)
+        status = self._client.end_run(
+            run, found.status, reward=found.reward, parts=parts, error=error, placeholder=found.placeholder
+        )
+        self._ended = (status, found.reward, error, seconds)
         if self._agent is not None:
             self._agent._result = RunResult(
-                RunId(run), status, reward, parts, error, used.calls, used.sampled_tokens, seconds, placeholder
+                RunId(run),
+                status,
+                found.reward,
+                parts,
+                error,
+                used.calls,
+                used.sampled_tokens,
+                seconds,
+                found.placeholder,
+                score.tampered if score is not None else (),
+                score.snapshot if score is not None else None,
             )
-        self._observer(RunEnded(self._clock.time(), run, status, reward, seconds))
+            self._scoring.record(run, score, lambda: str(self._client.status()["store"]))
+        self._observer(RunEnded(self._clock.time(), run, status, found.reward, seconds))
 
     def _run_end(self) -> RunEnd | None:
         """Return what hooks are told of the end; None where they were not told of a start."""
@@ -360,5 +372,5 @@ class Session:
                 await self._hooks.afire(end)
 
 
-def _joined(first: str | None, second: str) -> str:
-    return second if first is None else f"{first}; {second}"
+def _joined(*reasons: str | None) -> str | None:
+    return "; ".join(reason for reason in reasons if reason is not None) or None
