@@ -25,29 +25,61 @@ def serve(context: typer.Context) -> None:
 
 
 def sandbox_list() -> None:
-    """List the workspace images that can be built here."""
-    images: Any = importlib.import_module("gyre_sdk.harness.workspace.sandboxes")
-    names = sorted(path.parent.name for path in Path(images.SANDBOXES).glob("*/Dockerfile"))
-    for name in names:
-        typer.echo(name)
-    if not names:
-        typer.echo(f"no sandbox in {images.SANDBOXES}: they come with a checkout of gyre", err=True)
+    """List the workspace images that can be built here, and what the engine has of them."""
+    images = _module("sandboxes")
+    try:
+        client = _engine()
+    except GyreError as error:
+        for name in images.names():
+            typer.echo(f"{name:<10} ?")
+        typer.echo(f"gyre: what is built is unknown: {' '.join(str(error).split())}", err=True)
+        return
+    for one in images.sandboxes(client):
+        state = "not built" if not one.built else "built" if one.current else "out of date"
+        typer.echo(f"{one.name:<10} {state:<12} {f'{one.bytes / 1e6:.0f} MB' if one.built else ''}".rstrip())
 
 
 def sandbox_build(
     name: Annotated[str, typer.Argument(help="A sandbox that `gyre sandbox list` shows.", show_default=False)],
+    again: Annotated[
+        bool, typer.Option("--again", help="Even if it is up to date: with the packages of today.")
+    ] = False,
 ) -> None:
-    """Build the image of a sandbox on the Docker engine."""
-    images: Any = importlib.import_module("gyre_sdk.harness.workspace.sandboxes")
-    image = images.build_sandbox(_engine(), name)
+    """Build the image of a sandbox on the Docker engine, and those that it starts from."""
+    image = _module("sandboxes").build_sandbox(_engine(), name, again=again)
     typer.echo(f"built {image.name}")
 
 
-def gc() -> None:
-    """Remove workspaces whose owner is dead; those of living processes are never touched."""
-    reaper: Any = importlib.import_module("gyre_sdk.harness.workspace.reaper")
-    removed = reaper.sweep(_engine())
-    typer.echo(f"removed {len(removed)} containers")
+def sandbox_test(
+    name: Annotated[str, typer.Argument(help="A sandbox that is built.", show_default=False)],
+) -> None:
+    """Run the smoke test of a sandbox in a workspace."""
+    ran = _module("sandboxes").smoke_test(_engine(), name)
+    typer.echo((ran.stdout + ran.stderr).rstrip())
+    raise typer.Exit(0 if ran.exit_code == 0 else 1)
+
+
+def gc(
+    images: Annotated[bool, typer.Option("--images", help="Also images built for tasks that nothing uses.")] = False,
+    snapshots: Annotated[bool, typer.Option("--snapshots", help="Also the kept snapshots, all of them.")] = False,
+) -> None:
+    """Remove what dead processes left: containers, networks, snapshots. What has no label of gyre's is never touched."""
+    client = _engine()
+    sweeping = _module("sweeping")
+    swept = sweeping.sweep(client, room=0) if snapshots else sweeping.sweep(client)
+    typer.echo(
+        f"removed {len(swept.containers)} containers, {len(swept.networks)} networks,"
+        f" {len(swept.snapshots)} snapshots ({swept.bytes / 1e6:.0f} MB)"
+    )
+    if images:
+        gone = sweeping.sweep_images(client)
+        typer.echo(f"removed {len(gone)} images of tasks")
+    left = _module("disk").usage(client)
+    kept = sum(one.bytes for one in left.snapshots)
+    typer.echo(
+        f"left: {left.containers / 1e6:.0f} MB in containers, {kept / 1e6:.0f} MB in {len(left.snapshots)} snapshots,"
+        f" {sum(left.images.values()) / 1e6:.0f} MB in {len(left.images)} images of tasks"
+    )
 
 
 def doctor(
@@ -57,7 +89,8 @@ def doctor(
     lines = [
         ("gyre", True, metadata.version("gyre-sdk")),
         ("python", True, platform.python_version()),
-        _docker(),
+        *_docker(),
+        *((one.name, one.fine, one.said) for one in _module("checkup").check_machine()),
         _binary("bwrap", "bubblewrap, for local workspaces", "apt-get install bubblewrap"),
         _package("torch", "training", "pip install 'gyre-sdk[train]'"),
         _package("trl", "training", "pip install 'gyre-sdk[train]'"),
@@ -69,17 +102,22 @@ def doctor(
         typer.echo(f"{'ok' if fine else '--':<3} {name:<8} {said}")
 
 
+def _module(name: str) -> Any:
+    """Load a module of the workspaces when a command needs it."""
+    return importlib.import_module(f"gyre_sdk.harness.workspace.{name}")
+
+
 def _engine() -> Any:
-    engine: Any = importlib.import_module("gyre_sdk.harness.workspace.engine")
-    return engine.connect()
+    return _module("engine").connect()
 
 
-def _docker() -> tuple[str, bool, str]:
+def _docker() -> list[tuple[str, bool, str]]:
     try:
-        version = _engine().version()
+        client = _engine()
     except GyreError as error:
-        return "docker", False, " ".join(str(error).split())
-    return "docker", True, f"engine {version.get('Version', '?')} answers"
+        return [("docker", False, " ".join(str(error).split()))]
+    found = [("docker", True, f"an engine answers at {_module('engine').engine_url()}")]
+    return found + [(one.name, one.fine, one.said) for one in _module("checkup").check_engine(client)]
 
 
 def _binary(name: str, purpose: str, remedy: str) -> tuple[str, bool, str]:

@@ -33,13 +33,18 @@ NO_ENGINE = (
 )
 
 
+def engine_url(url: str | None = None) -> str:
+    """Return where the engine is: `url`, else $DOCKER_HOST, else the default socket."""
+    return url or docker.utils.kwargs_from_env().get("base_url") or DEFAULT_URL
+
+
 def connect(url: str | None = None) -> docker.DockerClient:
     """Return a client of the engine at `url`, else of $DOCKER_HOST, else of the default socket.
 
     Raises:
         WorkspaceError: it does not answer.
     """
-    url = url or docker.utils.kwargs_from_env().get("base_url") or DEFAULT_URL
+    url = engine_url(url)
     try:
         client = docker.DockerClient(base_url=url, max_pool_size=POOL_SIZE, timeout=API_TIMEOUT)
         client.ping()
@@ -55,7 +60,7 @@ def shared_client(url: str | None = None) -> docker.DockerClient:
     Raises:
         WorkspaceError: no engine answers.
     """
-    url = url or docker.utils.kwargs_from_env().get("base_url") or DEFAULT_URL
+    url = engine_url(url)
     key = (os.getpid(), url)
     with _sharing:
         if key not in _shared:

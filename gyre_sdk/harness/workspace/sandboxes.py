@@ -72,7 +72,10 @@ def sandboxes(client: docker.DockerClient, folder: Path = SANDBOXES) -> list[San
         except DockerException as error:
             raise WorkspaceError(f"image {image!r} cannot be looked up: {error}; is the Docker engine up?") from error
         labels = (there.get("Config") or {}).get("Labels") or {}
-        current = labels.get(DIGEST) == _digest(client, folder, name)
+        try:
+            current = labels.get(DIGEST) == _digest(client, folder, name)
+        except WorkspaceError:  # what it is made of is not here: it stays as it is
+            current = True
         found.append(Sandbox(name, image, True, current, int(there.get("Size") or 0)))
     return found
 

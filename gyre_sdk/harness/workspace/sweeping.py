@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import docker
+from docker.errors import APIError
 
+from gyre_sdk.harness.workspace.images import BUILT, TASK_IMAGES
 from gyre_sdk.harness.workspace.network.internal import sweep_networks
 from gyre_sdk.harness.workspace.reaper import sweep_containers
 from gyre_sdk.harness.workspace.snapshots import ROOM, Snapshot, make_room
@@ -37,3 +39,18 @@ def sweep(client: docker.DockerClient, *, room: int = ROOM) -> Swept:
     """
     containers = sweep_containers(client)  # first: a container in use keeps its network and its snapshot
     return Swept(containers, sweep_networks(client), make_room(client, room))
+
+
+def sweep_images(client: docker.DockerClient) -> list[str]:
+    """Remove the images that were built for tasks and that no container uses; return their names. They are built again when needed."""
+    removed = []
+    for image in client.api.images(filters={"label": BUILT}):
+        for name in image.get("RepoTags") or []:
+            if not name.startswith(f"{TASK_IMAGES}:"):
+                continue
+            try:
+                client.api.remove_image(name)
+                removed.append(name)
+            except APIError:  # a container uses it, or a snapshot starts from it
+                continue
+    return removed
