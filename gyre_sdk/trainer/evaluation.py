@@ -15,9 +15,10 @@ from gyre_sdk.errors import GyreError, TrainerError
 from gyre_sdk.events import EvaluationMeasured, PhaseStarted
 from gyre_sdk.harness.hooks import unobserved
 from gyre_sdk.harness.ports import Observer
+from gyre_sdk.harness.scoring.policy import stands
 from gyre_sdk.harness.task import Task
 from gyre_sdk.journal import Journal
-from gyre_sdk.records import RunRecord, RunStatus
+from gyre_sdk.records import RunRecord
 from gyre_sdk.trainer.config import TrainerConfig
 from gyre_sdk.trainer.rollouts import Workers
 from gyre_sdk.trainer.stack import Stack
@@ -95,7 +96,7 @@ def ended(journal: Journal, name: str) -> dict[str, RunRecord]:
     """Return the ended runs of an evaluation by task: of each the last that has a score, or else the last."""
     found: dict[str, RunRecord] = {}
     for run in journal.runs():
-        if run.metadata.get("split") != name or run.status in (RunStatus.RUNNING, RunStatus.CANCELLED):
+        if run.metadata.get("split") != name or not stands(run.status):
             continue
         if scored(run) or not scored(found.get(run.task)):
             found[run.task] = run
@@ -105,11 +106,7 @@ def ended(journal: Journal, name: str) -> dict[str, RunRecord]:
 def unmeasured(journal: Journal, name: str, tasks: Sequence[Task]) -> list[Task]:
     """Return the tasks that an evaluation still has to run: without a scored run, and with fewer than `_ATTEMPTS` runs."""
     done = ended(journal, name)
-    attempts = Counter(
-        run.task
-        for run in journal.runs()
-        if run.metadata.get("split") == name and run.status not in (RunStatus.RUNNING, RunStatus.CANCELLED)
-    )
+    attempts = Counter(run.task for run in journal.runs() if run.metadata.get("split") == name and stands(run.status))
     return [task for task in tasks if not scored(done.get(task.name)) and attempts[task.name] < _ATTEMPTS]
 
 

@@ -24,6 +24,7 @@ from gyre_sdk import events
 from gyre_sdk.credit import group_credit
 from gyre_sdk.errors import GyreError, ServiceError, TrainerError
 from gyre_sdk.harness.ports import Observer
+from gyre_sdk.harness.scoring.policy import stands
 from gyre_sdk.harness.task import Task
 from gyre_sdk.journal import Journal
 from gyre_sdk.records import RunRecord, RunStatus
@@ -259,10 +260,10 @@ class Rollouts:
 
 
 def usable_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the ended runs of a group that count, one per member: the last that was not cancelled."""
+    """Return the ended runs of a group that count, one per member: the last that stands by the error policy."""
     members: dict[int, RunRecord] = {}
     for run in runs:
-        if run.status not in (RunStatus.RUNNING, RunStatus.CANCELLED):
+        if stands(run.status):
             members[run.member] = run
     return [members[member] for member in sorted(members)]
 
