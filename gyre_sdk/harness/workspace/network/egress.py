@@ -25,6 +25,7 @@ from gyre_sdk.harness.workspace.network.addresses import (
     literal,
     split_authority,
 )
+from gyre_sdk.harness.workspace.network.connections import Connections
 from gyre_sdk.harness.workspace.network.forwarding import forward, open_client, passed_on
 from gyre_sdk.harness.workspace.network.serving import Service
 from gyre_sdk.harness.workspace.network.tunnel import Tunnel
@@ -64,15 +65,13 @@ class Egress(Service):
         self.refused: Counter[str] = Counter()
         """Host -> times it was refused: what to add to the list, or to worry about."""
         self._client: aiohttp.ClientSession | None = None
-        self._server: web.Server | None = None
+        self._server: Connections | None = None
         self._tunnels: set[Tunnel] = set()
 
     async def start(self) -> None:
         """See `Service`."""
         self._client = open_client(_CONNECT_S)
-        self._server = web.Server(
-            self._answer, handler_cancellation=True, access_log=None, auto_decompress=False, lingering_time=1.0
-        )
+        self._server = Connections(self._answer, _said)
 
     def connection(self) -> asyncio.Protocol:
         """See `Service`."""

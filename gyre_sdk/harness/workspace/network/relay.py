@@ -14,13 +14,12 @@ from aiohttp import web
 from yarl import URL
 
 from gyre_sdk.errors import WorkspaceError
+from gyre_sdk.harness.workspace.network.connections import Connections
 from gyre_sdk.harness.workspace.network.forwarding import forward, open_client, passed_on
 from gyre_sdk.harness.workspace.network.refusals import refusal
 from gyre_sdk.harness.workspace.network.serving import Service
 
 _CREDENTIALS = frozenset(("authorization", "x-api-key", "api-key", "cookie", "proxy-authorization", "host"))
-_KEPT_S = 75.0
-"""Seconds that a connection may be idle between requests."""
 
 
 class Relay(Service):
@@ -43,19 +42,12 @@ class Relay(Service):
         self._root = f"{url.origin()}{path.removesuffix('/v1')}"
         self._key = api_key
         self._client: aiohttp.ClientSession | None = None
-        self._server: web.Server | None = None
+        self._server: Connections | None = None
 
     async def start(self) -> None:
         """See `Service`."""
         self._client = open_client()
-        self._server = web.Server(
-            self._answer,
-            handler_cancellation=True,
-            access_log=None,
-            auto_decompress=False,
-            keepalive_timeout=_KEPT_S,
-            lingering_time=1.0,
-        )
+        self._server = Connections(self._answer, _broken)
 
     def connection(self) -> asyncio.Protocol:
         """See `Service`."""
@@ -88,6 +80,12 @@ class Relay(Service):
             return refusal(asked, request.headers, 503, "proxy_unreachable", message, retryable=True)
 
         return await forward(request, self._client, URL(self._root + asked, encoded=True), headers, failed)
+
+
+def _broken(status: int, reason: str) -> web.Response:
+    """Answer in the format that most agents know: no path could be read."""
+    code = "bad_http" if status < 500 else "internal_error"
+    return refusal("/v1/", {}, status, code, reason, retryable=status >= 500)
 
 
 def passes(method: str, raw_path: str) -> bool:
