@@ -304,7 +304,7 @@ class LiveCall(ModelCall):
     def _forget_prompt(self) -> None:
         """Drop what only a running call needs: a long run would keep its history once per call."""
         self.prompt = ()
-        self.intent = msgspec.structs.replace(self.intent, prompt_ids=[], messages=[])
+        self.intent = msgspec.structs.replace(self.intent, prompt_ids=[], messages=[], raw=[])
 
     def _clean(self) -> int:
         return self.speech.settled(self.exchange.ids)

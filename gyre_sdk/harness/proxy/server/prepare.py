@@ -37,6 +37,8 @@ T = TypeVar("T")
 _NOT_TRAINED = ("logit_bias", "allowed_token_ids", "bad_words")
 """Sampling fields refused in a run whose rewards are compared."""
 
+_KEPT_WHOLE = 4096
+"""Requests up to this many bytes are kept as they are for the retries of their turn; others without what is recorded."""
 _SECRET = frozenset(("authorization", "x-api-key", "api-key", "cookie", "proxy-authorization"))
 OFF_LOOP = 200_000
 """Bodies larger than this many bytes are parsed and rendered in a thread, so that other streams go on."""
@@ -82,6 +84,8 @@ async def prepare(
         origins.append(origin)
     sampling = _resolve(services, request, template, max(origins, key=lambda origin: len(origin.prompt)), run, turn.at)
     messages = [msgspec.to_builtins(message) for message in match.messages]
+    if size > _KEPT_WHOLE:
+        turn.request = run.without_conversation(request)
     for index in range(request.n * len(origins)):
         origin = origins[index // request.n]
         call = CallId(f"c-{turn.name}" if not index else f"c-{turn.name}{index}")
@@ -101,7 +105,7 @@ async def prepare(
             received_at=turn.at,
         )
         exchange = Exchange(call, sampling, pause=services.settings.retry_pause)
-        turn.calls.append(LiveCall(services, request, intent, exchange, origin.prompt, template))
+        turn.calls.append(LiveCall(services, turn.request, intent, exchange, origin.prompt, template))
     usage, prompts = run.usage, sum(call.prompt_tokens for call in turn.calls)
     usage.calls += len(turn.calls)
     usage.prompt_tokens += prompts

@@ -6,13 +6,13 @@ import asyncio
 import hashlib
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from gyre_sdk.errors import ProtocolError
-from gyre_sdk.harness.proxy.dialects.canonical import Message
+from gyre_sdk.harness.proxy.dialects.canonical import Message, ModelRequest
 from gyre_sdk.harness.proxy.dialects.history import History
 from gyre_sdk.harness.proxy.lanes import Classifier
 from gyre_sdk.harness.proxy.lanes.loading import load_classifier
@@ -20,6 +20,7 @@ from gyre_sdk.harness.proxy.server.budgets import LIMIT_CODE, Limits, Spent, Usa
 from gyre_sdk.harness.proxy.server.hosted import spent_by
 from gyre_sdk.harness.proxy.server.model_call import OPEN, ModelCall
 from gyre_sdk.harness.proxy.server.names import fresh_name
+from gyre_sdk.harness.proxy.server.protocols import RESPONSES
 from gyre_sdk.harness.proxy.server.settings import ProxySettings
 from gyre_sdk.harness.proxy.server.shards import shard_of
 from gyre_sdk.harness.proxy.server.sorting import Sorter
@@ -105,6 +106,8 @@ class RunState:
     """Rings when the wall time is over."""
     spent: Spent | None = None
     """The budget that ended the run."""
+    tools: tuple[Any, tuple[dict[str, Any], ...]] = ((), ())
+    """Tools of the last large request, as sent and as canonical: nearly always those of the next one too."""
     training: bool = False
     """Whether the run's rewards are compared: what a trainer cannot reproduce is refused."""
     classifier: Classifier | None = None
@@ -126,6 +129,19 @@ class RunState:
         if found is None:
             found = self.sorters[key.lane] = Sorter(key, self.classifier)
         return found
+
+    def without_conversation(self, request: ModelRequest) -> ModelRequest:
+        """Return a request without the messages that its calls' records hold: kept whole, each would hold its history.
+
+        Its tools are those of the request before where they are equal.
+        """
+        sent, tools = request.fields.get("tools"), request.tools
+        if tools and (sent, tools) == self.tools:
+            request.fields["tools"], tools = self.tools
+        else:
+            self.tools = (sent, tools)
+        instructions = request.raw[:1] if request.dialect == RESPONSES.name else ()
+        return replace(request, messages=(), raw=instructions, tools=tools)
 
     def spend(self, spent: Spent) -> None:
         """Close the run because a budget ran out; its calls in flight end."""
