@@ -1,4 +1,4 @@
-"""Budgets of a run and of lanes in it, and how the ways a block can end map to terminal states."""
+"""Budgets of a run and of lanes in it, and how a block ended; what follows from that is `scoring.policy`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from gyre_sdk.errors import LimitExceeded, SettingsError, Vetoed, WorkspaceError
-from gyre_sdk.records import RunStatus
+from gyre_sdk.records import End
 
 LIMIT_CODE = "limit_exceeded"
 """Error code of the answer to a call beyond a budget; SDKs do not send such a call again."""
+
+CONTEXT_CODE = "context_length_exceeded"
+"""Error code of the answer to a call that the model's context does not hold."""
 
 _TIME = ("wall_s", "working_s")
 """Budgets whose end is `timed_out`; that of the others is `limit`."""
@@ -58,10 +61,8 @@ class Limits:
 class Ending:
     """How a block ended, before its work product is scored."""
 
-    status: RunStatus
+    end: End
     error: str | None
-    scorable: bool
-    """Whether the retained work product says something about the agent."""
     swallow: bool
     """Whether the exception is the run's own outcome and stops at the `with` block."""
 
@@ -70,30 +71,30 @@ def classify(error: BaseException | None) -> Ending:
     """Return how a block that raised `error` (None: it did not) ended.
 
     A budget that ran out is an outcome, scored like any other (arXiv:2609.33848, partial scoring) and not raised
-    further. An agent's own error is scored and raised. A broken connection to the model, a broken workspace or a wrong
-    setting says nothing about the agent: not scored, raised.
+    further. An agent's own error, a full context among them, is scored and raised. A broken connection to the model or a
+    broken workspace says nothing about the agent: not scored, raised.
     """
     if error is None:
-        return Ending(RunStatus.COMPLETED, None, scorable=True, swallow=False)
+        return Ending(End.COMPLETED, None, swallow=False)
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, LimitExceeded):
-        return Ending(spent_status(error.limit), text, scorable=True, swallow=True)
+        return Ending(spent_end(error.limit), text, swallow=True)
     if is_limit(error):
-        return Ending(RunStatus.LIMIT, text, scorable=True, swallow=True)
+        return Ending(End.LIMIT, text, swallow=True)
     if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit | asyncio.CancelledError | Vetoed):
-        return Ending(RunStatus.CANCELLED, text, scorable=False, swallow=False)
+        return Ending(End.CANCELLED, text, swallow=False)
     if isinstance(error, WorkspaceError):
-        return Ending(RunStatus.WORKSPACE_ERROR, text, scorable=False, swallow=False)
-    if isinstance(error, SettingsError):
-        return Ending(RunStatus.AGENT_ERROR, text, scorable=False, swallow=False)
+        return Ending(End.WORKSPACE_LOST, text, swallow=False)
     if _model_failed(error):
-        return Ending(RunStatus.AGENT_ERROR, f"infrastructure: {text}", scorable=False, swallow=False)
-    return Ending(RunStatus.AGENT_ERROR, text, scorable=True, swallow=False)
+        return Ending(End.MODEL_FAILED, f"infrastructure: {text}", swallow=False)
+    if _error_code(error) == CONTEXT_CODE:
+        return Ending(End.CONTEXT_FULL, f"context limit: {text}", swallow=False)
+    return Ending(End.AGENT_FAILED, text, swallow=False)
 
 
-def spent_status(limit: str) -> RunStatus:
-    """Return the terminal state of a run whose budget of this name ran out."""
-    return RunStatus.TIMED_OUT if limit in _TIME else RunStatus.LIMIT
+def spent_end(limit: str) -> End:
+    """Return the end of a run whose budget of this name ran out."""
+    return End.TIMED_OUT if limit in _TIME else End.LIMIT
 
 
 def is_limit(error: BaseException) -> bool:

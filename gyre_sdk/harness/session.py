@@ -36,10 +36,10 @@ from gyre_sdk.harness.hooks import (
     telling,
     unobserved,
 )
-from gyre_sdk.harness.limits import Ending, Limits, classify, is_refused, spent_status
+from gyre_sdk.harness.limits import Ending, Limits, classify, is_refused, spent_end
 from gyre_sdk.harness.ports import Clock, Observer
 from gyre_sdk.harness.proxy.server import ProxyServer, ProxySettings
-from gyre_sdk.harness.scoring import POLICY, RunScoring, end_of, outcome, reason, retried_start
+from gyre_sdk.harness.scoring import POLICY, RunScoring, outcome, reason, retried_start
 from gyre_sdk.harness.service import ClosedRun, OpenedRun, ServiceClient
 from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace import WorkspacePool, open_workspace
@@ -286,17 +286,16 @@ class Session:
     def _ending(self, error: BaseException | None) -> Ending:
         """Return how the block ended; a budget that ran out is how, whatever the agent made of that."""
         ending, over = classify(error), self._meter.over()
-        if over is None or not ending.scorable:
+        if over is None or not POLICY[ending.end].graded:
             return ending
         swallow = ending.swallow or (error is not None and is_refused(error))
-        return replace(ending, status=spent_status(over.limit), error=f"LimitExceeded: {over}", swallow=swallow)
+        return replace(ending, end=spent_end(over.limit), error=f"LimitExceeded: {over}", swallow=swallow)
 
     def _finish(self, ending: Ending) -> None:
         assert self._agent is not None and self._opened is not None and self._context is not None
         failure = self._abandon()
         used = self._client.close_run(self._opened.run, seconds=_DRAIN_SECONDS)
-        end = end_of(ending.status, scorable=ending.scorable)
-        error, score = ending.error, self._agent._score
+        end, error, score = ending.end, ending.error, self._agent._score
         if POLICY[end].graded and score is None:
             try:
                 score = self._scoring.evaluate(self._context.workspace)

@@ -26,9 +26,10 @@ from gyre_sdk.harness.agent.accounts import Accounts, Budget
 from gyre_sdk.harness.hooks import Outcome
 from gyre_sdk.harness.limits import Limits, classify
 from gyre_sdk.harness.proxy.routing import ReplicaSpec
+from gyre_sdk.harness.scoring import POLICY
 from gyre_sdk.harness.service import MeteredCall
 from gyre_sdk.harness.session import SystemClock
-from gyre_sdk.records import CallStatus, RunStatus
+from gyre_sdk.records import CallStatus, End, RunStatus
 
 
 @pytest.mark.parametrize("name", ["turns", "tokens", "cost_usd", "wall_s", "working_s"])
@@ -39,18 +40,18 @@ def test_impossible_limits_are_refused_by_name(name: str, value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "status"),
+    ("limit", "end"),
     [
-        ("turns", RunStatus.LIMIT),
-        ("tokens", RunStatus.LIMIT),
-        ("cost_usd", RunStatus.LIMIT),
-        ("wall_s", RunStatus.TIMED_OUT),
-        ("working_s", RunStatus.TIMED_OUT),
+        ("turns", End.LIMIT),
+        ("tokens", End.LIMIT),
+        ("cost_usd", End.LIMIT),
+        ("wall_s", End.TIMED_OUT),
+        ("working_s", End.TIMED_OUT),
     ],
 )
-def test_each_limit_ends_a_run_in_its_own_state(limit: str, status: RunStatus) -> None:
+def test_each_limit_ends_a_run_in_its_own_way(limit: str, end: End) -> None:
     ending = classify(gyre.LimitExceeded("spent", limit=limit))
-    assert (ending.status, ending.scorable, ending.swallow) == (status, True, True)
+    assert (ending.end, POLICY[ending.end].graded, ending.swallow) == (end, True, True)
 
 
 # -- of a run ------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ from gyre_sdk.events import Event, LaneOpened, RunEnded, RunStarted, ToolRan
 from gyre_sdk.harness.agent import Lane
 from gyre_sdk.harness.limits import classify
 from gyre_sdk.harness.proxy.routing import ReplicaSpec
-from gyre_sdk.records import RunStatus, Score
+from gyre_sdk.harness.scoring import POLICY
+from gyre_sdk.records import End, RunStatus, Score
 
 
 def test_block_that_ends_is_scored_and_completed(service: gyre.ServiceClient, tmp_path: Path) -> None:
@@ -283,7 +284,7 @@ def test_model_side_failures_are_not_held_against_the_agent() -> None:
     request = Any
     error = openai.APIConnectionError(request=request)  # type: ignore[arg-type]
     ending = classify(error)
-    assert (ending.status, ending.scorable) == (RunStatus.AGENT_ERROR, False)
+    assert (ending.end, POLICY[ending.end].graded) == (End.MODEL_FAILED, False)
     assert ending.error is not None and ending.error.startswith("infrastructure")
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 from gyre_sdk.harness.scoring.attempts import RETRIES, evaluate, score, score_snapshot, score_with_retries
 from gyre_sdk.harness.scoring.begin import prepare
 from gyre_sdk.harness.scoring.history import scrub_history
-from gyre_sdk.harness.scoring.policy import POLICY, Outcome, Retry, Rule, end_of, outcome, stands
+from gyre_sdk.harness.scoring.policy import POLICY, Outcome, Retry, Rule, outcome, stands
 from gyre_sdk.harness.scoring.reward import parse_reward
 from gyre_sdk.harness.scoring.run import RunScoring, reason, retried_start
 from gyre_sdk.harness.scoring.watch import Seal
@@ -35,7 +35,6 @@ __all__ = [
     "Rule",
     "RunScoring",
     "Seal",
-    "end_of",
     "evaluate",
     "outcome",
     "parse_reward",

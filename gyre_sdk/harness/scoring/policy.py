@@ -94,30 +94,6 @@ def outcome(end: End, score: Score | None) -> Outcome:
     return Outcome(end, rule.status, reward, rule.placeholder, rule.trainable and reward is not None)
 
 
-def end_of(status: RunStatus, *, scorable: bool) -> End:
-    """Return the end of an agent's block that has this state so far.
-
-    Args:
-        scorable: what it left says something about the agent: no broken model side or workspace ended it.
-    """
-    if not scorable and status is RunStatus.AGENT_ERROR:
-        return End.MODEL_FAILED
-    return _ENDS[status]
-
-
-_ENDS: Mapping[RunStatus, End] = MappingProxyType(
-    {
-        RunStatus.COMPLETED: End.COMPLETED,
-        RunStatus.TIMED_OUT: End.TIMED_OUT,
-        RunStatus.LIMIT: End.LIMIT,
-        RunStatus.AGENT_ERROR: End.AGENT_FAILED,
-        RunStatus.WORKSPACE_ERROR: End.WORKSPACE_LOST,
-        RunStatus.SCORER_ERROR: End.SCORER_FAILED,
-        RunStatus.CANCELLED: End.CANCELLED,
-    }
-)
-
-
 def stands(status: RunStatus) -> bool:
     """Tell whether a run in this state stands for its place in its group, whatever its reward; else another is run."""
     return status is not RunStatus.RUNNING and status not in _REPEATED
