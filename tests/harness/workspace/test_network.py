@@ -121,7 +121,12 @@ def test_a_base_url_that_is_no_lanes_is_refused(url):
 # -- each way of getting inside ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=list(WAYS))
+every_way = pytest.mark.parametrize("inside", list(WAYS), indirect=True, scope="module")
+both_carriers = pytest.mark.parametrize("inside", ["joined", "relayed"], indirect=True, scope="module")
+"""On a bridge beside it, the same relay container carries the same bytes."""
+
+
+@pytest.fixture(scope="module")
 def inside(request, docker_client, base_image) -> Iterator[Box]:
     """A container connected in each way, shared by the tests of this module."""
     how, enter = WAYS[request.param]
@@ -145,6 +150,7 @@ def base(inside, upstream) -> Iterator[str]:
 
 
 @docker_engine
+@every_way
 def test_calls_from_inside_are_recorded_under_their_lane(inside, tmp_path):
     """A real proxy, plain busybox wget, no key inside: which listener is asked tells who asks."""
     with (
@@ -172,6 +178,7 @@ def test_calls_from_inside_are_recorded_under_their_lane(inside, tmp_path):
 
 
 @docker_engine
+@both_carriers
 def test_a_stream_passes_chunk_by_chunk(inside, tmp_path):
     """What was sampled is read inside while the engine still holds the next token back."""
     more = threading.Event()
@@ -195,6 +202,7 @@ def test_a_stream_passes_chunk_by_chunk(inside, tmp_path):
 
 
 @docker_engine
+@both_carriers
 def test_what_arrives_outside(inside, base, upstream):
     """The lane's key in both places, nothing of the client's credentials, the path and other headers as they were sent."""
     sent = {
@@ -219,6 +227,7 @@ def test_what_arrives_outside(inside, base, upstream):
 
 
 @docker_engine
+@both_carriers
 def test_one_connection_carries_many_requests(inside, base):
     """Two at once, and a third later."""
     two = "".join(f"GET /v1/{number} HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n" for number in (1, 2))
@@ -229,6 +238,7 @@ def test_one_connection_carries_many_requests(inside, base):
 
 
 @docker_engine
+@both_carriers
 def test_many_connections_at_once(inside, base, upstream):
     many = 12
     said = inside.sh(f"for i in $(seq {many}); do wget -qO- --post-data b$i {base}/$i & done; wait")
@@ -236,6 +246,7 @@ def test_many_connections_at_once(inside, base, upstream):
 
 
 @docker_engine
+@both_carriers
 def test_large_bodies_both_ways(inside, base, upstream):
     size = 8_000_000
     inside.sh(f"head -c {size} /dev/zero | tr '\\0' x >/tmp/large")
@@ -246,6 +257,7 @@ def test_large_bodies_both_ways(inside, base, upstream):
 
 
 @docker_engine
+@both_carriers
 def test_either_side_may_leave(inside, base, upstream):
     """A client that leaves is seen outside; an answer that is cut outside does not look whole inside."""
     inside.sh(f"timeout 0.5 wget -qO- {base}/wait")
@@ -258,6 +270,7 @@ def test_either_side_may_leave(inside, base, upstream):
 
 
 @docker_engine
+@both_carriers
 def test_a_proxy_that_is_gone_is_an_error_to_try_again(inside):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound and not listening: refused
@@ -269,6 +282,7 @@ def test_a_proxy_that_is_gone_is_an_error_to_try_again(inside):
 
 
 @docker_engine
+@every_way
 def test_nothing_else_is_reached(inside, docker_client):
     """No host service at any address of this machine, no other container, no metadata, no name, no IPv6."""
     everywhere = Path("/proc/net/fib_trie").read_text()
@@ -290,10 +304,9 @@ def test_nothing_else_is_reached(inside, docker_client):
 
 
 @docker_engine
+@both_carriers
 def test_a_taken_port_is_passed_over(inside, upstream):
     """Whatever an agent listens on, the lane gets a port of its own."""
-    if inside.network.plan.wire is Wire.INTERNAL:
-        return  # the listener is not in this container: nothing inside can take its port
     inside.network.disconnect()
     inside.sh(f"nc -lll -p {PROXY_PORT} -e true >/dev/null 2>&1 &", detach=True)
     until(lambda: f":{PROXY_PORT} " in inside.sh("netstat -ltn"))
@@ -304,6 +317,7 @@ def test_a_taken_port_is_passed_over(inside, upstream):
 
 
 @docker_engine
+@every_way
 def test_disconnecting_ends_listeners_and_connections(inside, base, upstream):
     inside.sh(f"wget -qO- {base}/wait >/tmp/waiting 2>&1; echo ended >>/tmp/waiting", detach=True)
     until(lambda: upstream.log)
