@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+from functools import cache
 from pathlib import Path
 
 import docker
@@ -33,8 +34,9 @@ _LEFT_OUT = {
 _PACKAGES = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py")
 
 
+@cache
 def build_tools_image(client: docker.DockerClient) -> str:
-    """Build the image on an engine that has the base sandbox; return its name."""
+    """Build the image once on an engine that has the base sandbox; return its name."""
     programs = {name: shutil.which(name, path="/usr/bin:/bin") for name in ("bash", "git")}
     missing = [name for name, found in programs.items() if found is None]
     if missing:
@@ -60,7 +62,7 @@ def build_tools_image(client: docker.DockerClient) -> str:
             place = Path(spec.origin).parent if spec.submodule_search_locations else Path(spec.origin)
             add(place, f"usr/local/lib/{version}/site-packages/{place.name}")
         binaries = [str(python), *filter(None, programs.values()), *map(str, lib.glob("lib-dynload/*.so"))]
-        for name, path in sorted(_libraries(binaries).items()):
+        for name, path in sorted(libraries(binaries).items()):
             add(Path(path), path.lstrip("/") if name.startswith("ld-") else f"usr/lib/{name}")
         script = f"#!/usr/local/bin/{version}\nimport sys\nfrom pytest import main\nsys.exit(main())\n".encode()
         entry = tarfile.TarInfo("usr/local/bin/pytest")
@@ -106,7 +108,7 @@ def _link(archive: tarfile.TarFile, name: str, target: str) -> None:
     archive.addfile(entry)
 
 
-def _libraries(binaries: list[str]) -> dict[str, str]:
+def libraries(binaries: list[str]) -> dict[str, str]:
     """Return name -> path of the shared libraries that programs load."""
     found: dict[str, str] = {}
     for binary in binaries:

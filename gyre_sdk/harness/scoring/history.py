@@ -23,6 +23,7 @@ set -e
 export GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null GIT_TERMINAL_PROMPT=0 GIT_OPTIONAL_LOCKS=0
 g() { git -c safe.directory='*' -c core.fsmonitor=false -c core.hooksPath=/dev/null -c gc.auto=0 "$@"; }
 cd -- "$1"
+command -v git >/dev/null || { [ -d .git/objects ] || [ -f .git ] || { echo "none $1"; exit 3; }; echo "there is no git"; exit 4; }
 g rev-parse --git-dir >/dev/null 2>&1 || [ -d .git/objects ] || { echo "none $1"; exit 3; }
 dir=$(cd "$(g rev-parse --git-dir)" && pwd -P)
 common=$(cd "$(g rev-parse --git-common-dir)" && pwd -P)

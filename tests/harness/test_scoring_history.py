@@ -1,0 +1,86 @@
+"""Repositories in workspaces do not know their future. Case: scoring-git-future-history."""
+
+from __future__ import annotations
+
+import pytest
+from tools_image import build_tools_image
+from tree_inputs import case
+
+from gyre_sdk.errors import TaskError
+from gyre_sdk.harness.scoring import prepare, scrub_history
+from gyre_sdk.harness.task import Task
+from gyre_sdk.harness.workspace import DockerWorkspace, WorkspacePool
+
+pytestmark = pytest.mark.docker
+
+
+@pytest.fixture(scope="module")
+def pool(docker_client, base_image):
+    with WorkspacePool(recycle=True) as pool:
+        yield pool
+
+
+@pytest.fixture
+def task(docker_client, base_image):
+    return Task(instruction="x", image=build_tools_image(docker_client), memory_mb=256)
+
+
+@pytest.mark.parametrize("packed", ["", "git gc -q --prune=never", "git repack -q -a -d; git pack-refs --all"])
+def test_git_future_history(pool, task, packed):
+    found = case("scoring", "scoring-git-future-history")
+    given, expected = found["input"], found["expected"]
+    with pool.take(task) as workspace:
+
+        def git(command: str) -> tuple[int, str]:
+            done = workspace.exec(command, cwd="repo")
+            return done.exit_code, done.stdout.strip()
+
+        assert workspace.exec(given["build_script"]).exit_code == 0
+        git("git tag v1.0 work; touch .git/FETCH_HEAD; cp .git/HEAD .git/ORIG_HEAD")
+        git(packed or "true")
+        assert "FUTURE" in git("git log --all --format=%s")[1]
+        assert git(f"git cat-file -e {given['solution_commit']}")[0] == 0
+        prepare(task, workspace)
+        for probe in given["probes_in_workspace"]:
+            status, out = git(probe)
+            if probe.startswith("git cat-file"):
+                assert status != 0, probe
+            elif probe.startswith(("grep", "git reflog")):
+                assert out == "", probe
+            elif probe == "git tag":
+                assert out == "v1.0"  # of the past
+            else:
+                assert out == expected.get(probe, ""), probe
+        for commit in (given["solution_commit"], given["other_future_commit"], given["solution_blob_calc_py"]):
+            assert git(f"git cat-file -e {commit}")[0] != 0
+        assert git("git rev-parse HEAD") == (0, given["base_commit"])
+        assert git("git status --porcelain; git diff; git branch --format='%(refname:short)'") == (0, "work")
+        author = "-c user.name=a -c user.email=a@b"
+        assert git(f"echo more >> calc.py && git {author} commit -qam new && git log --format=%s") == (
+            0,
+            "new\nbase state",
+        )
+
+
+def test_what_is_staged_and_changed_stays(pool, task):
+    with pool.take(task) as workspace:
+        workspace.exec(
+            "git init -q -b main . && git config user.email a@b && git config user.name n && echo 1 > a && git add a &&"
+            " git commit -qm one && echo 2 > a && git commit -qam FUTURE && git reset -q --hard HEAD~1 &&"
+            " echo staged > b && git add b && echo changed > a && git checkout -q --detach"
+        )
+        assert scrub_history(task, workspace, "/workspace") == []  # nothing says that there may be one
+        assert scrub_history(task, workspace, "/workspace", image="an image") == ["/workspace"]
+        done = workspace.exec("git status --porcelain; git show :b; git log --all --format=%s; cat .git/HEAD | wc -c")
+        assert done.stdout == " M a\nA  b\nstaged\none\n41\n"
+
+
+def test_a_repository_that_cannot_be_scrubbed_is_an_error(docker_client, base_image):
+    """The base sandbox has no git, but whoever has Python can read the objects."""
+    task = Task(instruction="x", memory_mb=64, files={".git/objects/aa/x": b"", ".git/HEAD": "ref: refs/heads/main\n"})
+    with DockerWorkspace(task, docker_client) as workspace:
+        with pytest.raises(TaskError, match=r"/workspace could not be scrubbed.*install git"):
+            prepare(task, workspace)
+    kept = Task(instruction="x", memory_mb=64, files=task.files, metadata={"gyre": {"history": "keep"}})
+    with DockerWorkspace(kept, docker_client) as workspace:
+        prepare(kept, workspace)
