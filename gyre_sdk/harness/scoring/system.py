@@ -62,7 +62,8 @@ def plan(changes: Iterable[tuple[str, int]], programs: Collection[str]) -> Repai
     above = {parent for path in found for parent in _parents(path)}
     put_back, emptied = [], []
     for path, kind in sorted(found.items()):
-        if (path in above and kind == MODIFIED) or "/__pycache__/" in path:
+        folder = path in above and kind == MODIFIED and not _PROGRAM.fullmatch(path)
+        if folder or "/__pycache__/" in path:
             continue
         if kind == ADDED:
             if path not in above and _steers(path, programs):
