@@ -114,15 +114,27 @@ class Services:
     def _probe(self, name: str, check: Healthcheck) -> tuple[int, str]:
         """Run a health check inside a service; return its exit code and the end of what it printed."""
         api, container = self._client.api, self._started[name]
+        argv = ["timeout", "-s", "KILL", f"{check.timeout_s:g}", "sh", "-c", check.command]
         try:
-            if not api.inspect_container(container)["State"].get("Running"):
-                raise WorkspaceError(f"service {name!r} ended: {self._said(name)}")
-            argv = ["timeout", "-s", "KILL", f"{check.timeout_s:g}", "sh", "-c", check.command]
             made = api.exec_create(container, argv)["Id"]
             printed: bytes = api.exec_start(made)
-            return int(api.exec_inspect(made)["ExitCode"]), printed.decode(errors="replace").strip()[-600:]
+            code = api.exec_inspect(made)["ExitCode"]
+            if code is not None:
+                return int(code), printed.decode(errors="replace").strip()[-600:]
+            problem = "its health check was cut off"
         except DockerException as error:
-            raise WorkspaceError(f"service {name!r} cannot be asked for its health: {error}") from error
+            problem = str(error)
+        raise WorkspaceError(
+            f"service {name!r} cannot be asked for its health: {problem}"
+            if self._runs(name)
+            else f"service {name!r} ended: {self._said(name)}"
+        )
+
+    def _runs(self, name: str) -> bool:
+        try:
+            return bool(self._client.api.inspect_container(self._started[name])["State"].get("Running"))
+        except DockerException:
+            return False
 
     def _said(self, name: str) -> str:
         try:
