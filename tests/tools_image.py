@@ -37,7 +37,7 @@ _PACKAGES = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"
 @cache
 def build_tools_image(client: docker.DockerClient) -> str:
     """Build the image once on an engine that has the base sandbox; return its name."""
-    programs = {name: shutil.which(name, path="/usr/bin:/bin") for name in ("bash", "git")}
+    programs = {name: shutil.which(name, path="/usr/bin:/bin") for name in ("bash", "git", "nohup")}
     missing = [name for name, found in programs.items() if found is None]
     if missing:
         pytest.fail(f"{' and '.join(missing)} must be installed for these tests")
@@ -55,6 +55,7 @@ def build_tools_image(client: docker.DockerClient) -> str:
             _link(archive, f"usr/local/bin/{name}", version)
         add(Path(programs["bash"] or ""), "bin/bash")
         add(Path(programs["git"] or ""), "usr/bin/git")
+        add(Path(programs["nohup"] or ""), "usr/bin/nohup")
         add(lib, f"usr/local/lib/{version}")
         for name in _PACKAGES:
             spec = importlib.util.find_spec(name)

@@ -120,7 +120,7 @@ class Request:
 @cache
 def claude_code() -> Program:
     """Return Claude Code, run with `claude -p`."""
-    binary = _npm("@anthropic-ai/claude-code", CLAUDE_CODE) / "node_modules/.bin/claude"
+    binary = installed_claude_code() / "node_modules/.bin/claude"
 
     def launch(asked: Request) -> Launch:
         command = [str(binary), "-p", "--dangerously-skip-permissions", "--model", asked.model, *asked.arguments]
@@ -144,7 +144,7 @@ def claude_code() -> Program:
 @cache
 def codex() -> Program:
     """Return Codex, run with `codex exec`."""
-    binary = _npm("@openai/codex", CODEX) / "node_modules/.bin/codex"
+    binary = installed_codex() / "node_modules/.bin/codex"
 
     def launch(asked: Request) -> Launch:
         folder = asked.home / ".codex"
@@ -208,6 +208,16 @@ def openai_agents() -> Program:
 def python_of(package: str, version: str) -> Path:
     """Return the interpreter of an environment that holds one package, installed on first use."""
     return _pip(package, version) / "bin/python"
+
+
+def installed_claude_code() -> Path:
+    """Return the folder that Claude Code is installed in."""
+    return _npm("@anthropic-ai/claude-code", CLAUDE_CODE)
+
+
+def installed_codex() -> Path:
+    """Return the folder that Codex is installed in."""
+    return _npm("@openai/codex", CODEX)
 
 
 # -- installing -------------------------------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from engine_process import Engine, make_model, running_engine
-from tokenizers import Tokenizer
+from engine_process import Engine, running_engine
 
 from clients import programs, walks
 from clients.programs import Program
@@ -51,33 +50,6 @@ LOOPS = {
     "openai_agents, responses": Loop(programs.openai_agents, Start(walks.TASK, ("responses",))),
     "openai_agents, chat": Loop(programs.openai_agents, Start(walks.TASK, ("chat",))),
 }
-
-
-@pytest.fixture(scope="module")
-def weights(model: Path) -> Path:
-    """The model folder, with random weights for its vocabulary; what they say is short."""
-    import torch
-
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    config, end = json.loads((model / "config.json").read_text()), tokenizer.token_to_id("<|im_end|>")
-    random = make_model(
-        model,
-        0,
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        max_position_embeddings=config["max_position_embeddings"],
-        tie_word_embeddings=False,
-        eos_token_id=end,
-    )
-    with torch.no_grad():  # one direction that every state has makes each token an end with a chance of about 1 in 100
-        random.model.embed_tokens.weight[:, 0] = 1.0
-        random.lm_head.weight[end, 0] = 1.2
-    random.save_pretrained(model)
-    return model
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,8 @@ import os
 import socket
 from collections.abc import Callable, Iterable
 
+from gyre_sdk.harness.scoring import stands
 from gyre_sdk.records import RunRecord, RunStatus
-
-_AGAIN = (RunStatus.CANCELLED, RunStatus.WORKSPACE_ERROR)
-"""States of runs that say nothing about the agent: made again."""
 
 
 def members_left(runs: Iterable[RunRecord], count: int) -> list[int]:
@@ -18,7 +16,7 @@ def members_left(runs: Iterable[RunRecord], count: int) -> list[int]:
     Args:
         runs: of the group, also open ones: those are being made.
     """
-    made = {run.member for run in runs if run.status not in _AGAIN}
+    made = {run.member for run in runs if run.status is RunStatus.RUNNING or stands(run.status)}
     return [member for member in range(count) if member not in made]
 
 
