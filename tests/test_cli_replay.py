@@ -159,7 +159,7 @@ async def sample(url: str, prompt: list[int], sampling: Sampling) -> tuple[list[
     ids: list[int] = []
     logprobs: list[float | None] = []
     async for piece in upstream.generate(
-        url, request_id="first", ids=prompt, sampling=sampling, stop_ids=(), max_tokens=sampling.max_tokens, salt="7",
+        url, request_id="first", prompt=json.dumps(prompt)[1:-1].encode(), sampling=sampling, stop_ids=(), max_tokens=sampling.max_tokens, salt="7",
         version=7,
     ):  # fmt: skip
         ids, logprobs = ids + piece.ids, logprobs + piece.logprobs

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from gyre_sdk.cli.store import AsJson, json_line, open_store
@@ -136,7 +137,7 @@ async def _compare(
             async for piece in upstream.generate(
                 url,
                 request_id=name,
-                ids=record.prompt_ids,
+                prompt=msgspec.json.encode(record.prompt_ids)[1:-1],
                 sampling=record.sampling,
                 stop_ids=record.sampling.stop_token_ids,
                 max_tokens=limit,

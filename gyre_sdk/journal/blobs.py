@@ -76,7 +76,7 @@ def decompress(blob: bytes, prefix: bytes | None = None) -> bytes:
         raise ValueError(f"a compressed blob cannot be read: {error}") from error
 
 
-def as_ids(ids: Sequence[int]) -> IDS:
+def as_ids(ids: Sequence[int] | IDS) -> IDS:
     """Return ids as an array.
 
     Raises:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from gyre_sdk.journal.blobs import IDS
 from gyre_sdk.records import CallId, CallStatus, ForkReason, LaneId, RunId, Sampling, VersionSpan
 
 
@@ -20,7 +22,7 @@ class CallIntent(msgspec.Struct, frozen=True):
     fork_reason: ForkReason | None
     shared: int
     """Tokens shared with the parent's prompt + sampled ids."""
-    prompt_ids: list[int]
+    prompt_ids: Sequence[int] | IDS
     sampling: Sampling
     request: dict[str, Any]
     """The request without its messages: canonical fields, unknown ones included. Never a key or a header."""

@@ -27,8 +27,8 @@ ABORT_PREFIX = "generate-tokens-"
 
 _REFUSALS = (400, 404, 413, 422)
 """Statuses, also of errors in a stream, that no other replica would answer otherwise."""
-_LARGE = 50_000
-"""Prompts of more tokens are encoded in a thread."""
+_LARGE = 1 << 20
+"""Prompts of more bytes of JSON are put into their request in a thread."""
 
 
 class _Logprob(msgspec.Struct):
@@ -129,7 +129,8 @@ class Upstream:
         url: str,
         *,
         request_id: str,
-        ids: Sequence[int],
+        prompt: bytes,
+        sampled: Sequence[int] = (),
         sampling: Sampling,
         stop_ids: Sequence[int],
         max_tokens: int,
@@ -142,7 +143,8 @@ class Upstream:
         Args:
             url: the replica.
             request_id: unique for this attempt.
-            ids: prompt, and what the call has sampled already.
+            prompt: ids of the prompt as JSON, without brackets.
+            sampled: what the call has sampled already.
             sampling: of the call.
             stop_ids: tokens that end a turn.
             max_tokens: left for this attempt.
@@ -156,14 +158,14 @@ class Upstream:
         """
         wire = {
             "request_id": request_id,
-            "token_ids": ids,
+            "token_ids": msgspec.Raw(b"".join((b"[", prompt, b"," if sampled else b"", _encode(sampled)[1:]))),
             "sampling_params": _sampling_params(sampling, stop_ids, max_tokens, interval),
             "stream": True,
             "cache_salt": salt,
         }
         if "structured_outputs" in sampling.extra:
             wire["reasoning_ended"] = True  # the grammar holds from the first token on: it has the thinking in it
-        body = await asyncio.to_thread(_encode, wire) if len(ids) > _LARGE else _encode(wire)
+        body = await asyncio.to_thread(_encode, wire) if len(prompt) > _LARGE else _encode(wire)
         decoder = SseDecoder()
         try:
             reply, finished = await self._wire.post(url, "/inference/v1/generate", body, request_id), False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from gyre_sdk.errors import TreeError
 from gyre_sdk.harness.proxy.dialects import history as history_module
 from gyre_sdk.harness.proxy.dialects.canonical import Message, ToolCall
-from gyre_sdk.harness.proxy.dialects.history import History, Ids, Match, Origin
+from gyre_sdk.harness.proxy.dialects.history import History, Ids, Match, Origin, ids_text
 from gyre_sdk.records import ForkReason
 
 TEXT = st.sampled_from(["a", "b", "c"])
@@ -55,6 +56,28 @@ def test_longest_recorded_path_is_found(script: list[tuple[int, str, str, bool]]
     for _, whole, name in recorded:
         found = history.get(name)
         assert found is not None and found.whole.tolist() == whole
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.integers(0, 3)), min_size=1, max_size=12))
+def test_the_json_of_a_prompt_is_that_of_its_ids(script: list[tuple[int, bool, int]]) -> None:
+    """However calls extend, fork from and follow each other: what is copied from a parent is what would be written."""
+    history = History()
+    for number, (back, extends, new) in enumerate(script):
+        above = history.get(f"c{back % number}") if number else None
+        shared = 0 if above is None else len(above.whole) if extends else len(above.whole) // 2
+        start = np.arange(5000, dtype=np.int32) if above is None else above.whole[:shared]
+        prompt = np.concatenate([start, np.arange(new + (not extends), dtype=np.int32)])
+        text = ids_text(prompt, above if extends else None)
+        assert json.loads(b"[" + text + b"]") == prompt.tolist()
+        parent = above.call if above is not None else None
+        history.add(
+            f"c{number}", "l", [], [Message("user", str(number))], Message("assistant", "x"), prompt, [7] * new, parent,
+            shared, text,
+        )  # fmt: skip
+        held = [found for at in range(number + 1) if (found := history.get(f"c{at}")) is not None and found.text]
+        assert all(json.loads(b"[" + found.text + b"]") == found.whole.tolist() for found in held)
+        assert not any(found.extended for found in held), "an extended call's text is its child's"
 
 
 def test_a_chain_shares_one_buffer() -> None:

@@ -362,7 +362,7 @@ def test_n_choices_are_siblings(model: Path, tmp_path: Path, stream: bool) -> No
     def play(request: dict[str, Any], number: int) -> list[Step]:
         if number > 3:
             return say(*(source["sampled_2"] if number == 4 else [303, 260]))
-        ids = source["sampled"][str(int(request["request_id"].split("-")[1][16:] or 0))]
+        ids = source["sampled"][str(int(request["request_id"].split("-")[1][21:] or 0))]
         return [Tokens(ids[:1]), Wait(gates[number - 1]), Tokens(ids[1:]), Finish()]
 
     with ScriptedEngine(play) as engine:

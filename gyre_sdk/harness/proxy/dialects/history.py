@@ -25,6 +25,9 @@ from gyre_sdk.harness.proxy.dialects.canonical import Message, identity, split_t
 from gyre_sdk.records import ForkReason
 
 Ids = npt.NDArray[np.int32]
+_LONG = 4096
+"""Ids of which the JSON is kept: writing it takes longer than all else that a call's new tokens take."""
+_encode = msgspec.json.Encoder().encode
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +47,8 @@ class Recorded:
     """Whether its prompt begins with all of its parent's `whole`."""
     extended: bool = False
     """Whether another call extends it."""
+    text: bytes = b""
+    """`whole` as JSON without brackets: of long ones, until another call extends it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -135,8 +140,9 @@ class History:
         sampled_ids: Sequence[int],
         parent: str | None,
         shared: int,
+        text: bytes = b"",
     ) -> None:
-        """Record a complete call; `messages` in the form that `match` gave.
+        """Record a complete call; `messages` in the form that `match` gave, `text` the prompt's if it is worth keeping.
 
         Raises:
             TreeError: the parent is not recorded or does not share that many tokens.
@@ -147,6 +153,8 @@ class History:
         whole = np.concatenate([np.asarray(prompt_ids, np.int32), np.asarray(sampled_ids, np.int32)])
         extends = above is not None and shared == len(above.whole)
         record = Recorded(call, lane, len(self._calls), len(prompt_ids), whole, above, shared, extends)
+        if len(whole) >= _LONG and text:
+            record.text = b",".join((text, _encode(sampled_ids)[1:-1])) if len(sampled_ids) else text
         self._calls[call] = record
         key = tools_identity(tools)
         node = self._roots.setdefault(key, _Node(None, None, 0))
@@ -158,7 +166,7 @@ class History:
         seen[key] = tuple(messages)
         while record.extends and record.parent is not None:
             record = record.parent
-            record.extended = True
+            record.extended, record.text = True, b""
             record.whole = whole[: len(record.whole)]
 
     def origin(
@@ -239,6 +247,14 @@ class History:
         if len(before) > 2 and len(messages) <= len(before) and _left_out(before, messages, match.found):
             return ForkReason.COMPACTION
         return ForkReason.CLIENT_EDIT
+
+
+def ids_text(prompt: Ids, parent: Recorded | None = None) -> bytes:
+    """Return a prompt's ids as JSON without brackets; what a parent that it extends has of it is copied."""
+    if parent is not None and parent.text:
+        new = prompt[len(parent.whole) :]
+        return b",".join((parent.text, _encode(new.tolist())[1:-1])) if len(new) else parent.text
+    return _encode(prompt.tolist())[1:-1]
 
 
 def _left_out(before: Sequence[Message], messages: Sequence[Message], found: int) -> bool:
@@ -323,4 +339,4 @@ def _common(left: Ids, right: Ids) -> int:
     return size
 
 
-__all__ = ["History", "Ids", "Match", "Origin", "Recorded"]
+__all__ = ["History", "Ids", "Match", "Origin", "Recorded", "ids_text"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from gyre_sdk.errors import ReplicaError
 from gyre_sdk.harness.proxy.exchange import (
@@ -70,7 +70,7 @@ class Attempts:
     async def send(
         self,
         command: Send,
-        prompt: Sequence[int],
+        prompt: bytes,
         take: Callable[[Sampled], Awaitable[None]],
         clean: Callable[[], int],
     ) -> Event:
@@ -78,7 +78,7 @@ class Attempts:
 
         Args:
             command: what to ask.
-            prompt: the call's prompt ids.
+            prompt: the call's prompt ids as JSON, without brackets.
             take: gets sampled tokens as they come.
             clean: tells up to which sampled token no stop string has begun.
         """
@@ -105,7 +105,7 @@ class Attempts:
             self._running = None
 
     async def _ask(
-        self, running: Running, command: Send, prompt: Sequence[int], take: Callable[[Sampled], Awaitable[None]]
+        self, running: Running, command: Send, prompt: bytes, take: Callable[[Sampled], Awaitable[None]]
     ) -> Event:
         if running.broken is not None:
             return Broken(running.broken)
@@ -113,7 +113,8 @@ class Attempts:
         pieces = fleet.upstream.generate(
             attempt.replica,
             request_id=attempt.request_id,
-            ids=[*prompt, *command.sampled] if command.sampled else prompt,
+            prompt=prompt,
+            sampled=command.sampled,
             sampling=sampling,
             stop_ids=sampling.stop_token_ids,
             max_tokens=command.max_tokens,

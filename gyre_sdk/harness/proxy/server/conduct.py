@@ -6,15 +6,17 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from gyre_sdk.errors import GyreError, ProtocolError
 from gyre_sdk.harness.proxy.dialects import Answer, Choice, Delta, ModelRequest, TokenText
-from gyre_sdk.harness.proxy.dialects.history import Ids
+from gyre_sdk.harness.proxy.dialects.history import Ids, Origin, ids_text
 from gyre_sdk.harness.proxy.exchange import (
     REJECTED,
     AbortAttempt,
@@ -55,6 +57,7 @@ from gyre_sdk.records import CallStatus
 
 log = logging.getLogger(__name__)
 
+_NOTHING: Ids = np.empty(0, dtype=np.int32)
 LARGE = 50_000
 """Prompts of more tokens are written in a thread, so that other streams go on."""
 
@@ -87,13 +90,16 @@ class LiveCall(ModelCall):
         request: ModelRequest,
         intent: CallIntent,
         exchange: Exchange,
-        prompt: Sequence[int] | Ids,
         template: Template,
+        origin: Origin,
     ) -> None:
         super().__init__(request, intent)
         self.exchange = exchange
-        self.prompt = prompt
-        self.speech = Speech(template, request, prompt, exchange.call.removeprefix("c-"))
+        self.prompt = origin.prompt
+        self.prompt_text = b""
+        """The prompt's ids as JSON without brackets, once they were sent."""
+        self._parent = origin.parent if origin.fork is None else None
+        self.speech = Speech(template, request, origin.prompt, exchange.call.removeprefix("c-"))
         self._services = services
         interval = 1 if request.stream else services.settings.gather
         self._attempts = Attempts(services.fleet, services.metrics, exchange, services.settings.patience, interval)
@@ -257,7 +263,7 @@ class LiveCall(ModelCall):
                 self._services.metrics.durable.observe(time.monotonic() - asked)
                 return Ready()
             case Send():
-                return await self._attempts.send(command, self.intent.prompt_ids, self._take, self._clean)
+                return await self._attempts.send(command, await self._text(), self._take, self._clean)
             case PersistTokens():
                 writes.tokens(exchange, watched=self.watchers > 0 and exchange.live)
             case PersistAttemptEnd():
@@ -276,6 +282,13 @@ class LiveCall(ModelCall):
             case PersistDelivered():
                 pass  # asked for by `delivered`, outside the run of the call
         return None
+
+    async def _text(self) -> bytes:
+        if not self.prompt_text:
+            new = len(self.prompt) - (len(self._parent.whole) if self._parent is not None and self._parent.text else 0)
+            make = partial(ids_text, self.prompt, self._parent)
+            self.prompt_text = await asyncio.to_thread(make) if new > LARGE else make()
+        return self.prompt_text
 
     async def _take(self, tokens: Sampled) -> None:
         for write in self.exchange.handle(tokens):
@@ -303,7 +316,7 @@ class LiveCall(ModelCall):
 
     def _forget_prompt(self) -> None:
         """Drop what only a running call needs: a long run would keep its history once per call."""
-        self.prompt = ()
+        self.prompt, self.prompt_text, self._parent = _NOTHING, b"", None
         self.intent = msgspec.structs.replace(self.intent, prompt_ids=[], messages=[], raw=[])
 
     def _clean(self) -> int:

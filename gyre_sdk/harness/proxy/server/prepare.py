@@ -97,7 +97,7 @@ async def prepare(
             parent=CallId(origin.parent.call) if origin.parent else None,
             fork_reason=origin.fork,
             shared=origin.shared,
-            prompt_ids=origin.prompt.tolist(),
+            prompt_ids=origin.prompt,
             sampling=sampling,
             request=msgspec.to_builtins(msgspec.structs.replace(stored, index=index)),
             messages=messages,
@@ -105,7 +105,7 @@ async def prepare(
             received_at=turn.at,
         )
         exchange = Exchange(call, sampling, pause=services.settings.retry_pause)
-        turn.calls.append(LiveCall(services, turn.request, intent, exchange, origin.prompt, template))
+        turn.calls.append(LiveCall(services, turn.request, intent, exchange, template, origin))
     usage, prompts = run.usage, sum(call.prompt_tokens for call in turn.calls)
     usage.calls += len(turn.calls)
     usage.prompt_tokens += prompts
@@ -190,6 +190,7 @@ def track(run: RunState, call: ModelCall) -> None:
             done.exchange.ids if isinstance(done, LiveCall) else (),
             intent.parent,
             intent.shared,
+            done.prompt_text if isinstance(done, LiveCall) else b"",
         )
 
     call.on_complete = complete
@@ -223,7 +224,8 @@ def revive(services: Services, request: ModelRequest, orphans: list[Orphan]) -> 
             request=msgspec.to_builtins(orphan.request), messages=orphan.messages, received_at=record.received_at,
         )  # fmt: skip
         template = services.templates.of(HistoryPolicy(orphan.request.history))
-        call = LiveCall(services, request, intent, exchange, record.prompt_ids, template)
+        origin = Origin(None, 0, None, np.asarray(record.prompt_ids, dtype=np.int32))
+        call = LiveCall(services, request, intent, exchange, template, origin)
         if ended and orphan.answer is not None:
             said = msgspec.convert(orphan.answer, Message)
             call.restore(Answer(said.content, said.reasoning, said.tool_calls), record.finish_reason or "stop")
