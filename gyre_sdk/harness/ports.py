@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from gyre_sdk.events import Event
-from gyre_sdk.records import ExecResult
+from gyre_sdk.records import ExecResult, FileInfo
 
 
 class Clock(Protocol):
@@ -20,6 +20,75 @@ class Clock(Protocol):
     def monotonic(self) -> float:
         """Return seconds that never go back."""
         ...
+
+
+class Process(Protocol):
+    """A command that runs beside its caller. It ends with its workspace, or as a block of it (`with`) does."""
+
+    def read(self, timeout: float | None = None, *, stream: Literal["stdout", "stderr"] = "stdout") -> str:
+        """Return what it wrote since the last read, waiting for something; "" once its output has ended.
+
+        A character that has come only in part waits for its rest. Of output that nobody reads, the head and the tail are
+        kept, with a mark between.
+
+        Raises:
+            TimeoutError: it wrote nothing within `timeout` seconds.
+        """
+        ...
+
+    def write(self, data: bytes | str) -> None:
+        """Send to its standard input; text as UTF-8. Blocks while it does not read.
+
+        Raises:
+            WorkspaceError: it does not take input any more.
+        """
+        ...
+
+    def close_input(self) -> None:
+        """End its standard input. Idempotent."""
+        ...
+
+    def poll(self) -> int | None:
+        """Return its exit code, or None while it runs."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end and return its exit code; 137 when it was killed.
+
+        Raises:
+            TimeoutError: it still runs after `timeout` seconds.
+        """
+        ...
+
+    def kill(self) -> None:
+        """Kill it and all that it started, detached children too. Idempotent."""
+        ...
+
+    def __enter__(self) -> Process: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class Shell(Protocol):
+    """Commands one after the other that keep the shell's state: working directory, variables, functions, options.
+
+    Each command has the guarantees of `Workspace.exec`: none can break the next one. One that is killed, or that the shell
+    cannot parse, leaves the state as it was.
+    """
+
+    def run(
+        self, cmd: str, timeout: float | None = None, *, input: bytes | str | None = None, check: bool = False
+    ) -> ExecResult:
+        """Run a command; see `Workspace.exec`. Commands of several threads run one after the other."""
+        ...
+
+    def close(self) -> None:
+        """Forget the state. What commands left running lives on. Idempotent."""
+        ...
+
+    def __enter__(self) -> Shell: ...
+
+    def __exit__(self, *exc: object) -> None: ...
 
 
 class Workspace(Protocol):
@@ -58,8 +127,27 @@ class Workspace(Protocol):
         """
         ...
 
+    def start(
+        self,
+        cmd: str,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+    ) -> Process:
+        """Start a shell command and return at once; for the arguments see `exec`."""
+        ...
+
+    def shell(self, *, cwd: str | None = None, env: Mapping[str, str] | None = None, user: str | None = None) -> Shell:
+        """Open a shell whose state is kept from command to command; the arguments are its state at the start."""
+        ...
+
     def read(self, path: str) -> bytes:
-        """Return a file's bytes."""
+        """Return a file's bytes, up to 100 MiB; `download` has no limit."""
+        ...
+
+    def ls(self, path: str = ".") -> list[FileInfo]:
+        """Return what a folder holds, by name, hidden files too; of a file, the file itself."""
         ...
 
     def write(self, path: str, data: bytes | str, *, mode: int = 0o644) -> None:

@@ -1,13 +1,16 @@
-"""Byte channels to a supervisor: a Docker exec's socket, or the pipes of a local process."""
+"""Byte channels to what runs in a workspace: a Docker exec's socket, a local process's pipes, or pipes with names."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import socket
 import struct
 import subprocess
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 Sink = Callable[[int, bytes], None]
@@ -15,18 +18,26 @@ Sink = Callable[[int, bytes], None]
 
 
 class Channel(Protocol):
-    """Two-way bytes to one supervisor; reading happens on threads of its own."""
+    """Two-way bytes to one process inside; reading happens on threads of its own."""
 
     def open(self, sink: Sink) -> None:
-        """Start delivering what the supervisor writes."""
+        """Start delivering what the process writes."""
         ...
 
     def send(self, data: bytes) -> None:
-        """Write all of `data`; raises OSError once the supervisor is gone."""
+        """Write all of `data`; raises OSError once the process is gone."""
+        ...
+
+    def settle(self) -> None:
+        """Take note that the process runs: from now on its death is told by `send`."""
+        ...
+
+    def end_input(self) -> None:
+        """End the input of what runs there; what it writes is still delivered. Idempotent."""
         ...
 
     def close(self) -> None:
-        """End the supervisor's input and stop delivering. Idempotent."""
+        """End the input and stop delivering. Idempotent."""
         ...
 
 
@@ -45,6 +56,14 @@ class SocketChannel:
         """See `Channel`."""
         with self._lock:
             self._socket.sendall(data)
+
+    def settle(self) -> None:
+        """See `Channel`."""
+
+    def end_input(self) -> None:
+        """See `Channel`."""
+        with self._lock, contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """See `Channel`."""
@@ -95,6 +114,15 @@ class ProcessChannel:
             self.process.stdin.write(data)
             self.process.stdin.flush()
 
+    def settle(self) -> None:
+        """See `Channel`."""
+
+    def end_input(self) -> None:
+        """See `Channel`."""
+        assert self.process.stdin is not None
+        with self._lock, contextlib.suppress(OSError):
+            self.process.stdin.close()
+
     def close(self) -> None:
         """See `Channel`. The process is killed: its namespace, where it has one, dies with it."""
         self.process.kill()
@@ -116,3 +144,86 @@ class ProcessChannel:
             last = self._open == 0
         if last:
             sink(0, b"")
+
+
+class FifoChannel:
+    """Three pipes with names, made here, that a process in a namespace of this machine opens by itself.
+
+    Args:
+        paths: of its standard input, output and error output, as seen here.
+    """
+
+    def __init__(self, paths: tuple[Path, Path, Path]) -> None:
+        self._paths = paths
+        for path in paths:
+            os.mkfifo(path)
+            path.chmod(0o666)  # the process may run as another user
+        self._lock = threading.Lock()
+        self._input = os.open(paths[0], os.O_RDWR)  # for writing only, it would wait here for the process
+        self._ended = False
+        self._outputs = {os.open(path, os.O_RDONLY | os.O_NONBLOCK): kind for kind, path in enumerate(paths[1:], 1)}
+        self._stop, self._stopping = os.pipe()
+
+    def open(self, sink: Sink) -> None:
+        """See `Channel`."""
+        threading.Thread(target=self._read, args=(sink,), name="gyre-process", daemon=True).start()
+
+    def send(self, data: bytes) -> None:
+        """See `Channel`."""
+        with self._lock:
+            if self._ended:
+                raise OSError("its input was closed")
+            view = memoryview(data)
+            while view:
+                view = view[os.write(self._input, view) :]
+
+    def end_input(self) -> None:
+        """See `Channel`."""
+        with self._lock:
+            if not self._ended:
+                self._ended = True
+                os.close(self._input)
+
+    def close(self) -> None:
+        """See `Channel`."""
+        self.end_input()
+        with self._lock, contextlib.suppress(OSError):
+            os.close(self._stopping)
+            self._stopping = -1
+
+    def _read(self, sink: Sink) -> None:
+        waiting = select.poll()
+        for descriptor in (*self._outputs, self._stop):
+            waiting.register(descriptor, select.POLLIN)
+        left = dict(self._outputs)
+        try:
+            while left:
+                for descriptor, _ in waiting.poll():
+                    if descriptor == self._stop:
+                        return
+                    part = os.read(descriptor, 65536)
+                    if part:
+                        sink(left[descriptor], part)
+                    else:
+                        waiting.unregister(descriptor)
+                        del left[descriptor]
+        finally:
+            self.close()
+            for descriptor in (*self._outputs, self._stop):
+                os.close(descriptor)
+            for path in self._paths:
+                path.unlink(missing_ok=True)
+            sink(0, b"")
+
+    def settle(self) -> None:
+        """See `Channel`."""
+        with self._lock:
+            if self._ended:
+                return
+            try:
+                writing = os.open(self._paths[0], os.O_WRONLY | os.O_NONBLOCK)
+            except OSError:  # it has closed its input already
+                return
+            os.set_blocking(writing, True)
+            os.close(self._input)
+            self._input = writing

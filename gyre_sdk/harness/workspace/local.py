@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import posixpath
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import msgspec
 from gyre_sdk.errors import WorkspaceError
 from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace import owner, reaper
-from gyre_sdk.harness.workspace.channel import ProcessChannel
+from gyre_sdk.harness.workspace.channel import FifoChannel, ProcessChannel
 from gyre_sdk.harness.workspace.container import lifetime
 from gyre_sdk.harness.workspace.isolation import FOLDERS, Isolation, best_isolation, command, works
 from gyre_sdk.harness.workspace.output import OUTPUT_LIMIT
@@ -128,6 +129,19 @@ class LocalWorkspace(SupervisedWorkspace):
             return Supervisor(ProcessChannel(self._process), folder)
         except SupervisorUnfit as error:
             raise WorkspaceError(f"this machine lacks what a local workspace needs:{error}; install it") from error
+
+    def _attach(self, argv: list[str], user: str) -> FifoChannel:
+        supervisor = self._supervisor(user)
+        name = fresh_name()
+        place = self._root / "run" / posixpath.basename(supervisor.folder)
+        try:
+            channel = FifoChannel((place / f"{name}.in", place / f"{name}.out", place / f"{name}.err"))
+        except OSError as error:
+            raise SupervisorLost(str(error)) from error
+        words = " ".join(shlex.quote(word) for word in argv)
+        streams = f'<"$D/{name}.in" >"$D/{name}.out" 2>"$D/{name}.err" 5>&-'
+        supervisor.ask(f"( setsid {words} {streams} & )")
+        return channel
 
     def _path(self, path: str) -> str:
         full = super()._path(path)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from gyre_sdk.errors import WorkspaceError, WorkspaceUnavailable
+from gyre_sdk.harness.aio import AsyncWorkspace
 from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace.choice import choose
 from gyre_sdk.harness.workspace.docker import DockerWorkspace
@@ -24,8 +25,10 @@ from gyre_sdk.harness.workspace.engine import shared_client
 from gyre_sdk.harness.workspace.images import ensure_image
 from gyre_sdk.harness.workspace.local import LocalWorkspace
 from gyre_sdk.harness.workspace.network import plan
+from gyre_sdk.harness.workspace.process import Process
 from gyre_sdk.harness.workspace.recycling import RECYCLED_FOLDERS
-from gyre_sdk.records import ExecResult
+from gyre_sdk.harness.workspace.shell import Shell
+from gyre_sdk.records import ExecResult, FileInfo
 
 if TYPE_CHECKING:
     import docker
@@ -244,9 +247,33 @@ class PooledWorkspace:
         """See `ports.Workspace`."""
         return self.inner.exec(cmd, timeout=timeout, cwd=cwd, env=env, user=user, input=input, check=check)
 
+    def start(
+        self,
+        cmd: str,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+    ) -> Process:
+        """See `ports.Workspace`."""
+        return self.inner.start(cmd, cwd=cwd, env=env, user=user)
+
+    def shell(self, *, cwd: str | None = None, env: Mapping[str, str] | None = None, user: str | None = None) -> Shell:
+        """See `ports.Workspace`."""
+        return self.inner.shell(cwd=cwd, env=env, user=user)
+
+    @property
+    def aio(self) -> AsyncWorkspace:
+        """The same workspace for `async` code."""
+        return AsyncWorkspace(self)
+
     def read(self, path: str) -> bytes:
         """See `ports.Workspace`."""
         return self.inner.read(path)
+
+    def ls(self, path: str = ".") -> list[FileInfo]:
+        """See `ports.Workspace`."""
+        return self.inner.ls(path)
 
     def write(self, path: str, data: bytes | str, *, mode: int = 0o644) -> None:
         """See `ports.Workspace`."""

@@ -85,9 +85,10 @@ kill_marked() {
       { IFS= read -r st </proc/$p/stat; } 2>/dev/null || continue
       set -- "$1" ${st##*) }
       case $2 in Z*|X*) continue;; esac
-      if [ "$5" = "$leader" ] || has_env "$p" "GYRE_EXEC_ID=$1.$W."; then kill -9 $p 2>/dev/null && hit=1; fi
+      if [ "$5" = "$leader" ] || has_env "$p" "GYRE_EXEC_ID=$1.$W."; then hit="$hit $p"; fi
     done
     [ -z "$hit" ] && return 0
+    { kill -STOP $hit; kill -9 $hit; } 2>/dev/null  # halted first, so that no shell gets to tell of its children's end
     k=$((k+1))
   done
   return 1
@@ -133,13 +134,13 @@ launch() {
       enter
       killed
       before=$kills
-      GYRE_EXEC_ID=$1.$W. setsid "$3" "$f.s" <"${4:-/dev/null}" 4>&- 5>&- &
+      GYRE_EXEC_ID=$1.$W. setsid "$3" "$f.s" <"${4:-/dev/null}" >&4 2>&6 4>&- 5>&- 6>&- &
       say started "$1" "$self $!"
       wait $!
       status=$?
       killed
       say exit "$1" "$status $((kills-before))"
-    } 2>&1 >&4 | chunks "$f.e" >/dev/null 4>&-
+    } 6>&1 >/dev/null | chunks "$f.e" >/dev/null 4>&-
   } 4>&1 | chunks "$f.o" >/dev/null
   if [ -s "$f.o.100000" ] || [ -s "$f.e.100000" ]; then say done "$1" 1; else say done "$1" 0; fi
 }

@@ -4,70 +4,34 @@ from __future__ import annotations
 
 import posixpath
 import queue
-import re
 import shlex
-import threading
 import time
 from collections.abc import Mapping
 from typing import NoReturn
 
-from gyre_sdk.errors import CommandFailed, WorkspaceError, WorkspaceUnavailable
-from gyre_sdk.harness.workspace import cancelling
+from gyre_sdk.errors import CommandFailed, WorkspaceError
+from gyre_sdk.harness import cancelling
+from gyre_sdk.harness.aio import AsyncWorkspace
+from gyre_sdk.harness.cancelling import Cancellation, Cancelled
 from gyre_sdk.harness.workspace.archive import tar_of
-from gyre_sdk.harness.workspace.cancelling import Cancellation, Cancelled
-from gyre_sdk.harness.workspace.channel import Channel
 from gyre_sdk.harness.workspace.commands import Kept, entry, launching, result_of, script_of
 from gyre_sdk.harness.workspace.files import Files
-from gyre_sdk.harness.workspace.supervisor import Running, Supervisor, SupervisorLost, SupervisorUnfit
+from gyre_sdk.harness.workspace.process import RUNNER, NotStarted, Process, running
+from gyre_sdk.harness.workspace.shell import Shell
+from gyre_sdk.harness.workspace.supervision import Supervision
+from gyre_sdk.harness.workspace.supervisor import Running, Supervisor, SupervisorLost
 from gyre_sdk.records import ExecResult
 
 _HELD_PIPE = 0.15
 """Seconds that a background child may keep a finished command's output open before it is cut off."""
 _LOOK_EVERY = 1.0
 """Seconds without news after which a command's wrapper is looked for: the command may have killed it."""
-_DYING = re.compile(r"stopped state|not running|no such (container|process)|is restarting", re.IGNORECASE)
-"""What an engine says of a container that is about to be dead."""
-_DYING_LOOKS = 50
 _NOTHING: tuple[Kept, Kept] = ((b"", 0), (b"", 0))
 _UNKNOWN: tuple[Kept, Kept] = ((b"", None), (b"", None))
 
 
-class SupervisedWorkspace(Files):
+class SupervisedWorkspace(Supervision, Files):
     """Implements `ports.Workspace` over supervisors, one per user that commands run as."""
-
-    def __init__(self, id: str, *, workdir: str, user: str, env: Mapping[str, str], output_limit: int) -> None:
-        self.id = id
-        self.workdir = workdir
-        self.user = user
-        self._env = dict(env)
-        self._output_limit = output_limit
-        self._supervisors: dict[str, Supervisor] = {}
-        self._keep = "first"
-        self._lock = threading.RLock()
-        self._closed = False
-        self._gone: str | None = None
-
-    # -- what a place provides -----------------------------------------------------------------------------------
-
-    def _start_supervisor(self, user: str, keep: str) -> Supervisor:
-        """Start a supervisor as `user`, whose first act is to kill that user's processes unless `keep` is `first`."""
-        raise NotImplementedError
-
-    def _attach(self, argv: list[str], user: str) -> Channel:
-        """Start a process as `user`, in a session of its own, and return its streams.
-
-        Raises:
-            SupervisorLost: it cannot be started.
-        """
-        raise NotImplementedError
-
-    def _post_mortem(self, detail: str) -> str | None:
-        """Return why the workspace is dead, or None when it is alive."""
-        raise NotImplementedError
-
-    def _remove(self) -> None:
-        """Remove what the place holds. Idempotent."""
-        raise NotImplementedError
 
     # -- commands ------------------------------------------------------------------------------------------------
 
@@ -112,6 +76,61 @@ class SupervisedWorkspace(Files):
             raise CommandFailed(cmd, result)
         return result
 
+    def start(
+        self,
+        cmd: str,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+    ) -> Process:
+        """See `ports.Workspace`."""
+        user = user or self.user
+        supervisor = self._supervisor(user)
+        id = supervisor.reserve().id
+        entering = entry(self._folder(cwd), {**self._env, **(env or {})}, "say fail cwd")
+        code = running(
+            script_of(cmd),
+            shell=supervisor.shell,
+            entering=entering,
+            file=f"{supervisor.folder}/{id}.s",
+            marker=f"{id}.{self.id}.",
+        )
+        try:
+            return Process(
+                self._attach([supervisor.shell, "-c", RUNNER, "gyre"], user),
+                code,
+                limit=self._output_limit,
+                kill=lambda session: self._kill_session(user, id, session),
+                lost=self._check,
+            )
+        except SupervisorLost as lost:
+            self._check(str(lost))
+            raise WorkspaceError(f"a process cannot be started in workspace {self.id}: {lost}") from lost
+        except NotStarted as failed:
+            if str(failed) in ("cwd", "room"):
+                self._not_started(str(failed), cwd)
+            self._check(str(failed))
+            raise WorkspaceError(f"a process did not start in workspace {self.id}: {failed}") from failed
+
+    def _kill_session(self, user: str, id: str, session: str) -> None:
+        supervisor = self._supervisor(user)
+        try:
+            if not supervisor.kill(id, session):
+                self._kill_everything(supervisor, user)
+        except SupervisorLost as lost:
+            self._restart(user, supervisor, str(lost))
+
+    def shell(self, *, cwd: str | None = None, env: Mapping[str, str] | None = None, user: str | None = None) -> Shell:
+        """See `ports.Workspace`."""
+        supervisor = self._supervisor(user or self.user)
+        return Shell(self.exec, posixpath.dirname(supervisor.folder), supervisor.shell, cwd=cwd, env=env, user=user)
+
+    @property
+    def aio(self) -> AsyncWorkspace:
+        """The same workspace for `async` code."""
+        return AsyncWorkspace(self)
+
     def _folder(self, cwd: str | None) -> str:
         return posixpath.join(self.workdir, cwd) if cwd else self.workdir
 
@@ -146,13 +165,13 @@ class SupervisedWorkspace(Files):
                     if deadline is None or time.monotonic() < deadline:
                         if not supervisor.is_attended(running) and running.events.empty():
                             ended = "its wrapper was killed"
-                            supervisor.kill(running)
+                            supervisor.kill(running.id, running.leader)
                     elif timed_out:
                         supervisor = self._kill_everything(supervisor, user)
                         break
                     else:
                         timed_out, deadline = True, time.monotonic() + 3.0
-                        if not supervisor.kill(running):
+                        if not supervisor.kill(running.id, running.leader):
                             deadline = time.monotonic()
                     continue
                 if name == "exit":
@@ -198,7 +217,7 @@ class SupervisedWorkspace(Files):
     def _end(self, supervisor: Supervisor, running: Running, user: str) -> None:
         """Kill what a command started, whatever it takes."""
         try:
-            if not supervisor.kill(running):
+            if not supervisor.kill(running.id, running.leader):
                 supervisor = self._kill_everything(supervisor, user)
             supervisor.collect(running, drop=True)
         except SupervisorLost as lost:
@@ -212,111 +231,6 @@ class SupervisedWorkspace(Files):
         raise WorkspaceError(
             f"workspace {self.id} has no room left to run a command ({why}); its disk limit is reached"
         )
-
-    def kill_all(self) -> None:
-        """See `ports.Workspace`. A supervisor that commands could have tampered with is replaced too.
-
-        Raises:
-            WorkspaceUnavailable: a process survived; the workspace cannot be trusted any more and was removed.
-        """
-        with self._lock:
-            self._alive()
-            if self._kill_from_guarded():
-                return
-            left: list[str] = []
-            users = [*(user for user in self._supervisors if user != self.user), self.user]
-            for user in users:
-                old = self._supervisors.pop(user, None)
-                if old is not None:
-                    old.close()
-                fresh = self._open(user, self._keep)
-                if user == self.user:
-                    self._supervisors[user] = fresh
-                    left = fresh.left.split()
-                else:
-                    fresh.close()
-            if left:
-                self._abandon(f"processes {' '.join(left)} could not be killed")
-
-    def _kill_from_guarded(self) -> bool:
-        """Kill from the supervisor that is there, when the kernel kept commands out of it and nobody else runs here."""
-        only = self._supervisors.get(self.user)
-        if only is None or len(self._supervisors) > 1 or not (only.alive and only.guarded):
-            return False
-        try:
-            return only.ask("kill_others", timeout=5.0)[0] == 0
-        except SupervisorLost:
-            return False
-
-    def _kill_everything(self, supervisor: Supervisor, user: str) -> Supervisor:
-        """The last resort at a timeout: every process of the user dies."""
-        try:
-            supervisor.ask("kill_others", timeout=5.0)
-        except SupervisorLost as lost:
-            return self._restart(user, supervisor, str(lost))
-        return supervisor
-
-    # -- supervisors ---------------------------------------------------------------------------------------------
-
-    def _alive(self) -> None:
-        if self._closed:
-            raise WorkspaceUnavailable(f"workspace {self.id} is closed; open another one")
-        if self._gone is not None:
-            raise WorkspaceUnavailable(self._gone)
-
-    def _supervisor(self, user: str) -> Supervisor:
-        with self._lock:
-            self._alive()
-            current = self._supervisors.get(user)
-            if current is None or not current.alive:
-                current = self._supervisors[user] = self._open(user, self._keep if user == self.user else "first")
-            return current
-
-    def _open(self, user: str, keep: str) -> Supervisor:
-        try:
-            supervisor = self._start_supervisor(user, keep)
-        except SupervisorUnfit as unfit:
-            raise WorkspaceError(
-                f"the image of workspace {self.id} lacks{unfit}; commands are run with these: add them to the image"
-                " (coreutils, util-linux and tar, or busybox)"
-            ) from unfit
-        except SupervisorLost as lost:
-            self._check(str(lost))
-            for _ in range(_DYING_LOOKS):  # the engine may call it running for a moment longer
-                if not _DYING.search(str(lost)):
-                    break
-                time.sleep(0.1)
-                self._check(str(lost))
-            raise WorkspaceError(
-                f"no command can run as user {user!r} in workspace {self.id}: {lost}; check that the user exists in the"
-                " image and that the image has a POSIX shell"
-            ) from lost
-        if self._keep == "first" and user == self.user:
-            self._keep = supervisor.keep.strip() or "1"
-        return supervisor
-
-    def _restart(self, user: str, lost: Supervisor, detail: str) -> Supervisor:
-        """Replace a supervisor that ended. Raises `WorkspaceUnavailable` when the workspace ended with it."""
-        with self._lock:
-            self._alive()
-            current = self._supervisors.get(user)
-            if current is not None and current is not lost and current.alive:
-                return current
-            lost.close()
-            self._check(detail)
-            fresh = self._supervisors[user] = self._open(user, self._keep)
-            return fresh
-
-    def _check(self, detail: str) -> None:
-        why = self._post_mortem(detail)
-        if why is not None:
-            self._gone = f"workspace {self.id} is gone: {why}"
-            raise WorkspaceUnavailable(self._gone)
-
-    def _abandon(self, why: str) -> NoReturn:
-        self._gone = f"workspace {self.id} is gone: {why}, so it was removed"
-        self._remove()
-        raise WorkspaceUnavailable(self._gone)
 
     # -- files: how `Files` reaches the workspace ------------------------------------------------------------------
 
@@ -346,20 +260,3 @@ class SupervisedWorkspace(Files):
         status, said = supervisor.ask(code, data=archive, timeout=600.0)
         if status != 0:
             self._fail("written to", folder, said.decode(errors="replace").strip()[-300:])
-
-    def close(self) -> None:
-        """See `ports.Workspace`."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            for supervisor in self._supervisors.values():
-                supervisor.close()
-            self._supervisors.clear()
-            self._remove()
-
-    def __enter__(self) -> SupervisedWorkspace:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -162,9 +162,9 @@ class Supervisor:
         state = f"{{ IFS= read -r st </proc/{running.wrapper}/stat; }} 2>/dev/null"
         return self.ask(f"{state} && case ${{st##*) }} in Z*|X*) false;; *) true;; esac", timeout=10.0)[0] == 0
 
-    def kill(self, running: Running) -> bool:
-        """Kill what a command started; False when some of it kept escaping."""
-        return self.ask(f"kill_marked {running.id} {running.leader}", timeout=5.0)[0] == 0
+    def kill(self, id: str, leader: str) -> bool:
+        """Kill what a command started: what has its marker or is of its session; False when some of it kept escaping."""
+        return self.ask(f"kill_marked {id} {leader}", timeout=5.0)[0] == 0
 
     def collect(self, running: Running, *, drop: bool) -> tuple[tuple[bytes, int | None], tuple[bytes, int | None]]:
         """Return (kept bytes, bytes lost or None when unknown) of both outputs.

@@ -26,3 +26,11 @@ def workspace(request):
         return
     with LocalWorkspace(Task(instruction="x"), isolation=Isolation(request.param)) as local:
         yield local
+
+
+@pytest.fixture(scope="module")
+def bash_workspace() -> Iterator[LocalWorkspace]:
+    """A workspace with bash, which the base image lacks."""
+    with LocalWorkspace(Task(instruction="x")) as local:
+        assert local.exec("echo ${BASH_VERSION:+bash}").stdout == "bash\n", "install bash"
+        yield local

@@ -1,0 +1,177 @@
+"""The supervisors of a workspace: started when needed, replaced when they end, trusted with nothing at the end of a run."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Mapping
+from typing import NoReturn, Self
+
+from gyre_sdk.errors import WorkspaceError, WorkspaceUnavailable
+from gyre_sdk.harness.workspace.channel import Channel
+from gyre_sdk.harness.workspace.supervisor import Supervisor, SupervisorLost, SupervisorUnfit
+
+_DYING = re.compile(r"stopped state|not running|no such (container|process)|is restarting", re.IGNORECASE)
+"""What an engine says of a container that is about to be dead."""
+_DYING_LOOKS = 50
+
+
+class Supervision:
+    """Keeps one supervisor per user that commands run as, and says when the workspace is dead."""
+
+    def __init__(self, id: str, *, workdir: str, user: str, env: Mapping[str, str], output_limit: int) -> None:
+        self.id = id
+        self.workdir = workdir
+        self.user = user
+        self._env = dict(env)
+        self._output_limit = output_limit
+        self._supervisors: dict[str, Supervisor] = {}
+        self._keep = "first"
+        self._lock = threading.RLock()
+        self._closed = False
+        self._gone: str | None = None
+
+    # -- what a place provides -----------------------------------------------------------------------------------
+
+    def _start_supervisor(self, user: str, keep: str) -> Supervisor:
+        """Start a supervisor as `user`, whose first act is to kill that user's processes unless `keep` is `first`."""
+        raise NotImplementedError
+
+    def _attach(self, argv: list[str], user: str) -> Channel:
+        """Start a process as `user`, in a session of its own, and return its streams.
+
+        Raises:
+            SupervisorLost: it cannot be started.
+        """
+        raise NotImplementedError
+
+    def _post_mortem(self, detail: str) -> str | None:
+        """Return why the workspace is dead, or None when it is alive."""
+        raise NotImplementedError
+
+    def _remove(self) -> None:
+        """Remove what the place holds. Idempotent."""
+        raise NotImplementedError
+
+    def kill_all(self) -> None:
+        """See `ports.Workspace`. A supervisor that commands could have tampered with is replaced too.
+
+        Raises:
+            WorkspaceUnavailable: a process survived; the workspace cannot be trusted any more and was removed.
+        """
+        with self._lock:
+            self._alive()
+            if self._kill_from_guarded():
+                return
+            left: list[str] = []
+            users = [*(user for user in self._supervisors if user != self.user), self.user]
+            for user in users:
+                old = self._supervisors.pop(user, None)
+                if old is not None:
+                    old.close()
+                fresh = self._open(user, self._keep)
+                if user == self.user:
+                    self._supervisors[user] = fresh
+                    left = fresh.left.split()
+                else:
+                    fresh.close()
+            if left:
+                self._abandon(f"processes {' '.join(left)} could not be killed")
+
+    def _kill_from_guarded(self) -> bool:
+        """Kill from the supervisor that is there, when the kernel kept commands out of it and nobody else runs here."""
+        only = self._supervisors.get(self.user)
+        if only is None or len(self._supervisors) > 1 or not (only.alive and only.guarded):
+            return False
+        try:
+            return only.ask("kill_others", timeout=5.0)[0] == 0
+        except SupervisorLost:
+            return False
+
+    def _kill_everything(self, supervisor: Supervisor, user: str) -> Supervisor:
+        """The last resort at a timeout: every process of the user dies."""
+        try:
+            supervisor.ask("kill_others", timeout=5.0)
+        except SupervisorLost as lost:
+            return self._restart(user, supervisor, str(lost))
+        return supervisor
+
+    # -- supervisors ---------------------------------------------------------------------------------------------
+
+    def _alive(self) -> None:
+        if self._closed:
+            raise WorkspaceUnavailable(f"workspace {self.id} is closed; open another one")
+        if self._gone is not None:
+            raise WorkspaceUnavailable(self._gone)
+
+    def _supervisor(self, user: str) -> Supervisor:
+        with self._lock:
+            self._alive()
+            current = self._supervisors.get(user)
+            if current is None or not current.alive:
+                current = self._supervisors[user] = self._open(user, self._keep if user == self.user else "first")
+            return current
+
+    def _open(self, user: str, keep: str) -> Supervisor:
+        try:
+            supervisor = self._start_supervisor(user, keep)
+        except SupervisorUnfit as unfit:
+            raise WorkspaceError(
+                f"the image of workspace {self.id} lacks{unfit}; commands are run with these: add them to the image"
+                " (coreutils, util-linux and tar, or busybox)"
+            ) from unfit
+        except SupervisorLost as lost:
+            self._check(str(lost))
+            for _ in range(_DYING_LOOKS):  # the engine may call it running for a moment longer
+                if not _DYING.search(str(lost)):
+                    break
+                time.sleep(0.1)
+                self._check(str(lost))
+            raise WorkspaceError(
+                f"no command can run as user {user!r} in workspace {self.id}: {lost}; check that the user exists in the"
+                " image and that the image has a POSIX shell"
+            ) from lost
+        if self._keep == "first" and user == self.user:
+            self._keep = supervisor.keep.strip() or "1"
+        return supervisor
+
+    def _restart(self, user: str, lost: Supervisor, detail: str) -> Supervisor:
+        """Replace a supervisor that ended. Raises `WorkspaceUnavailable` when the workspace ended with it."""
+        with self._lock:
+            self._alive()
+            current = self._supervisors.get(user)
+            if current is not None and current is not lost and current.alive:
+                return current
+            lost.close()
+            self._check(detail)
+            fresh = self._supervisors[user] = self._open(user, self._keep)
+            return fresh
+
+    def _check(self, detail: str) -> None:
+        why = self._post_mortem(detail)
+        if why is not None:
+            self._gone = f"workspace {self.id} is gone: {why}"
+            raise WorkspaceUnavailable(self._gone)
+
+    def _abandon(self, why: str) -> NoReturn:
+        self._gone = f"workspace {self.id} is gone: {why}, so it was removed"
+        self._remove()
+        raise WorkspaceUnavailable(self._gone)
+
+    def close(self) -> None:
+        """See `ports.Workspace`."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for supervisor in self._supervisors.values():
+                supervisor.close()
+            self._supervisors.clear()
+            self._remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
