@@ -230,6 +230,17 @@ class DockerWorkspace(SupervisedWorkspace):
                 self._exposed[port] = Exposure(self.container.pid(), self.container.id, port)
             return self._exposed[port].address
 
+    def enter(self, phase: Phase) -> None:
+        """Connect this same container as another phase is; the lanes and connections of the last one end.
+
+        Raises:
+            WorkspaceError: the phase needs a container of its own.
+        """
+        gone = self.network.variables
+        self.network.change(plan(self.task, phase))
+        left = {name: value for name, value in self._env.items() if gone.get(name) != value}
+        self._env = {**self.network.variables, **left}
+
     def connect_proxy(self, base_url: str, api_key: str) -> str:
         """Make the recording proxy reachable inside for one lane, and return its base URL there; see `network.Network`.
 
@@ -257,7 +268,7 @@ class DockerWorkspace(SupervisedWorkspace):
 
     def begin(self, task: Task, run_id: str) -> None:
         """Start another run in a workspace that `pool.recycle` made clean."""
-        self.network.begin()
+        self.network.change(plan(task))
         self._env = {**self.network.variables, **task.env}
         self._env.setdefault("HOME", self.workdir)
         self.task, self.run_id = task, run_id

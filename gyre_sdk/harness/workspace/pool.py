@@ -22,6 +22,7 @@ from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace.choice import choose
 from gyre_sdk.harness.workspace.docker import DockerWorkspace
 from gyre_sdk.harness.workspace.engine import shared_client
+from gyre_sdk.harness.workspace.hardening import Phase
 from gyre_sdk.harness.workspace.images import ensure_image
 from gyre_sdk.harness.workspace.local import LocalWorkspace
 from gyre_sdk.harness.workspace.network import plan
@@ -294,6 +295,11 @@ class PooledWorkspace:
     def kill_all(self) -> None:
         """See `ports.Workspace`."""
         self.inner.kill_all()
+
+    def enter(self, phase: Phase) -> None:
+        """See `DockerWorkspace.enter`; a local workspace has one network for all phases."""
+        if isinstance(self.inner, DockerWorkspace):
+            self.inner.enter(phase)
 
     def connect_proxy(self, base_url: str, api_key: str) -> str:
         """See `DockerWorkspace.connect_proxy`."""

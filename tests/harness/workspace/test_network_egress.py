@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from network_kit import WAYS, Box, Server, box
 
+from gyre_sdk.errors import WorkspaceError
 from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace import DockerWorkspace, open_workspace
 from gyre_sdk.harness.workspace.network import EGRESS_PORT, Egress, Plan, Wire
@@ -383,6 +384,28 @@ def test_a_workspace_with_an_allow_list(docker_client, base_image):
         assert "unreachable" in bare
         base = workspace.connect_proxy("http://127.0.0.1:1/v1", "k")  # the recording proxy is beside it
         assert "503" in workspace.exec(f"wget -Y off -O- {base}/x 2>&1").stdout
+
+
+@docker_engine
+def test_each_phase_has_its_own_hosts_in_one_container(docker_client, base_image):
+    """What the agent may reach, the evaluation may not, nor does it keep the agent's lane; `full` needs another container."""
+    hosts = {"allowed_hosts": ("a.test",), "verifier_allowed_hosts": ("b.test",)}
+    wanted = Task(instruction="x", memory_mb=64, network="allowlist", verifier_network="allowlist", **hosts)
+    with DockerWorkspace(wanted, docker_client) as workspace:
+        base = workspace.connect_proxy("http://127.0.0.1:1/v1", "k")
+        for phase, listed in (("verifier", "b.test"), ("agent", "a.test")):
+            workspace.enter(phase)
+            said = workspace.exec(_ask("CONNECT other.test:1 HTTP/1.1")).stdout
+            assert f"allowed hosts ({listed})" in said
+        assert "can't connect" in workspace.exec(f"wget -Y off -O- {base}/x 2>&1").stdout
+    alone = Task(instruction="x", memory_mb=64, network="allowlist", allowed_hosts=("a.test",))
+    with DockerWorkspace(alone, docker_client) as workspace:
+        assert workspace.exec("echo $http_proxy").stdout == f"{PROXY}\n"
+        workspace.enter("verifier")
+        assert workspace.exec("echo $http_proxy; wget -O- http://a.test/ 2>&1; netstat -ltn").stdout.count("8112") == 0
+    with DockerWorkspace(Task(instruction="x", memory_mb=64, verifier_network="full"), docker_client) as workspace:
+        with pytest.raises(WorkspaceError, match="separate"):
+            workspace.enter("verifier")
 
 
 @docker_engine

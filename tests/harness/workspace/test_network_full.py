@@ -137,7 +137,9 @@ def bridged() -> Iterator[object]:
         url = f"unix://{folder}/s"
         dockerd = str(shutil.which("dockerd", path=f"{os.environ.get('PATH', '')}:/usr/sbin"))
         places = ["--data-root", f"{folder}/d", "--exec-root", f"{folder}/e", "--pidfile", f"{folder}/p", "-H", url]
-        (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # the machine's own: engines ask it for containers
+        (folder / "resolv.conf").write_text(
+            "nameserver 127.0.0.1\n"
+        )  # the machine's own: engines ask it for containers
         mounted = 'mount --bind "$1" /etc/resolv.conf; shift; exec "$@"'
         apart = ["unshare", "--mount", "sh", "-c", mounted, "sh", f"{folder}/resolv.conf"]
         start(machine, *apart, dockerd, *places, "--bridge=none", ready=False)

@@ -95,14 +95,24 @@ class Network:
             self._helper.end_with(container)
         if self.plan.wire is Wire.BRIDGE and not self.plan.apart:
             guard(self._client, container, run=self._run, local=self._local())
-        self.begin()
+        self._begin()
 
-    def begin(self) -> None:
-        """Place what belongs to the plan, after `attach` did, or for another run after `disconnect`.
+    def change(self, plan: Plan) -> None:
+        """Connect the same container for another phase, or another run: no lane and no connection of the last one is left.
 
         Raises:
-            WorkspaceError: it cannot be placed.
+            WorkspaceError: it needs another container; this one has no listener any more.
         """
+        self.disconnect()
+        if (plan.wire, plan.apart) != (self.plan.wire, self.plan.apart):
+            raise WorkspaceError(
+                f"container {self._container[:12]} is connected to {self.plan.wire.value!r} and cannot change to"
+                f" {plan.wire.value!r}: network 'full' needs a container of its own; use verifier_mode = \"separate\""
+            )
+        self.plan = plan
+        self._begin()
+
+    def _begin(self) -> None:
         if self.plan.allowed is not None:
             self.egress = Egress(self.plan.allowed)
             self.serve(EGRESS_PORT, self.egress)
