@@ -1,5 +1,6 @@
 # gyre: `make demo` trains an agent end to end, `make test` passes the suite. Both set up what they need.
 PYTHON ?= python3
+WORKERS ?= 2
 BIN := .venv/bin
 PIP := -qq --disable-pip-version-check
 SYSTEM_PACKAGES := docker.io busybox-static bubblewrap nodejs npm
@@ -47,7 +48,7 @@ check: .venv/ready
 	$(BIN)/python tests/check_modules.py
 
 test: setup vllm
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 vllm: .venv-vllm/ready
 
