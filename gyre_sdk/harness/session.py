@@ -258,6 +258,7 @@ class Session:
             observer=self._observer,
             meter=self._meter,
             score=lambda: self._scoring.now(workspace),
+            steps=lambda: self._scoring.steps(workspace),
         )
         self._context = context
         self._agent = Agent(context, self._info, base_url=opened.base_url, api_key=opened.api_key)

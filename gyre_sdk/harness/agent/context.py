@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from gyre_sdk.harness.agent.meter import Meter
@@ -26,3 +26,4 @@ class RunContext:
     observer: Observer
     meter: Meter
     score: Callable[[], Score]
+    steps: Callable[[], Iterator[Task]]

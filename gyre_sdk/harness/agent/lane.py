@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -194,6 +194,18 @@ class Agent(Lane):
         if self._result is None:
             raise RuntimeError("agent.result is there once the session's `with` block has ended")
         return self._result
+
+    def steps(self) -> Iterator[Task]:
+        """Yield each step of the task as a task: its files are there, its instruction is what to do next.
+
+        What was done for a step is scored when the next one is asked for, or when the session ends; the later steps are left
+        out when it falls below its `min_reward`. A task without steps is its only one. An agent of a task with steps that
+        asks for none gets reward 0.
+
+        Raises:
+            WorkspaceError: a step's setup failed, or the workspace is not healthy for it.
+        """
+        yield from self.context.steps()
 
     def score(self, value: float | Score | None = None) -> Score:
         """Score the work product now; the session then does not score again.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal
@@ -110,9 +111,14 @@ def attempt(
     try:
         check()
         with session as agent:
-            made.exit_code = _program(plan, member, agent, show, check)
-            if made.exit_code != 0:
-                raise AgentFailed(made.exit_code)
+            for step in agent.steps():
+                until = time.monotonic() + step.agent_timeout_s if plan.task.steps and step.agent_timeout_s else None
+                try:
+                    made.exit_code = _program(replace(plan, task=step), member, agent, show, check, until)
+                except _StepOver:
+                    continue  # what it did until then is scored, and says whether there is a next step
+                if made.exit_code != 0:
+                    raise AgentFailed(made.exit_code)
     except AgentFailed:
         pass
     except KeyboardInterrupt:
@@ -126,12 +132,24 @@ def attempt(
     return made
 
 
-def _program(plan: Plan, member: int, agent: Agent, show: Stream, check: Callable[[], None]) -> int:
-    """Run the program to its end; return its exit code."""
+class _StepOver(Exception):
+    """The program ran past the time limit of its step. Internal."""
+
+
+def _program(
+    plan: Plan, member: int, agent: Agent, show: Stream, check: Callable[[], None], until: float | None
+) -> int:
+    """Run the program to its end; return its exit code.
+
+    Args:
+        until: monotonic time of its step's end; None where there are no steps.
+    """
 
     def may_go_on() -> None:
         check()
         agent.context.meter.check(agent.lane)
+        if until is not None and time.monotonic() > until:
+            raise _StepOver
 
     may_go_on()
     if plan.where is Where.INSIDE:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,6 +13,7 @@ from gyre_sdk.harness.ports import Clock, Workspace
 from gyre_sdk.harness.scoring import record
 from gyre_sdk.harness.scoring.attempts import RETRIES, evaluate
 from gyre_sdk.harness.scoring.begin import prepare
+from gyre_sdk.harness.scoring.steps import StepScores
 from gyre_sdk.harness.scoring.watch import Seal
 from gyre_sdk.harness.task import Task
 from gyre_sdk.records import Score, ScoreStatus
@@ -44,20 +45,30 @@ class RunScoring:
         self._keep = keep
         self._deadline = deadline
         self._seal: Seal | None = None
+        self._steps = StepScores(task, self._evaluate) if task.steps else None
 
     def begin(self, workspace: Workspace) -> None:
         """Scrub and seal a workspace before its agent begins. See `prepare`."""
         self._seal = prepare(self._task, workspace)
 
+    def steps(self, workspace: Workspace) -> Iterator[Task]:
+        """Yield each step of the task, scored when the next one is asked for; the task itself where it has none."""
+        yield from self._steps.each(workspace) if self._steps is not None else (self._task,)
+
     def evaluate(self, workspace: Workspace) -> Score:
         """Evaluate what the agent left; a failure is a score without a reward."""
+        if self._steps is not None:
+            return self._steps.result(workspace)
+        return self._evaluate(self._task, workspace)
+
+    def _evaluate(self, task: Task, workspace: Workspace) -> Score:
         return evaluate(
-            self._task,
+            task,
             workspace,
             seal=self._seal,
             retries=self._retries,
             deadline=self._deadline,
-            keep=self._keep,
+            keep=self._keep and self._steps is None,  # a step cannot be scored again without the ones before
             clock=self._clock.monotonic,
         )
 

@@ -55,7 +55,8 @@ def load_folder(folder: Path, variables: Mapping[str, str] | None = None) -> Tas
     gyre = metadata.table("gyre")
     gyre.only(*_GYRE_KEYS)
     _refuse_unsupported(folder, config)
-    steps = tuple(_step(folder, step, gyre) for step in config.tables("steps"))
+    agent_timeout_s = agent.number("timeout_sec", 600.0)
+    steps = tuple(_step(folder, step, gyre, agent_timeout_s) for step in config.tables("steps"))
     image, context = _image(folder, environment)
     verifier_image, verifier_context = _verifier_image(folder, verifier)
     mode = verifier.choice("environment_mode", "shared", "separate")
@@ -85,7 +86,7 @@ def load_folder(folder: Path, variables: Mapping[str, str] | None = None) -> Tas
             healthcheck=_healthcheck(environment),
             artifacts=_artifacts(config),
             protected=gyre.texts("protected"),
-            agent_timeout_s=agent.number("timeout_sec", 600.0),
+            agent_timeout_s=sum(step.agent_timeout_s or 0.0 for step in steps) or agent_timeout_s,
             verifier_timeout_s=verifier.number("timeout_sec", 600.0),
             build_timeout_s=environment.number("build_timeout_sec", 600.0),
             cpus=environment.number("cpus", 1.0),
@@ -141,7 +142,7 @@ def _summary(folder: Path, about: Table, steps: tuple[Step, ...]) -> str:
     return about.text("description") or f"{len(steps)} steps: {', '.join(step.name for step in steps)}"
 
 
-def _step(folder: Path, step: Table, gyre: Table) -> Step:
+def _step(folder: Path, step: Table, gyre: Table, agent_timeout_s: float) -> Step:
     name = step.text("name")
     if not name or "/" in name or not (folder / "steps" / name).is_dir():
         raise step.wrong("name", f"the name of a folder in {folder / 'steps'}")
@@ -163,7 +164,7 @@ def _step(folder: Path, step: Table, gyre: Table) -> Step:
         tests=place / "tests" if (place / "tests").is_dir() else None,
         files=place / "workdir" if (place / "workdir").is_dir() else {},
         min_reward=_min_reward(step),
-        agent_timeout_s=agent.optional("timeout_sec"),
+        agent_timeout_s=agent.number("timeout_sec", agent_timeout_s),
         verifier_timeout_s=verifier.optional("timeout_sec"),
         verifier_env=verifier.strings("env"),
         artifacts=_artifacts(step),

@@ -74,7 +74,7 @@ class Task:
     """Paths that are hashed at the start; a change is reported with the score."""
 
     agent_timeout_s: float | None = None
-    """Wall time of the agent; None is no limit."""
+    """Wall time of the agent, over all steps; None is no limit."""
     verifier_timeout_s: float = 600.0
     build_timeout_s: float = 600.0
     cpus: float = 1.0

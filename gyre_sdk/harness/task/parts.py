@@ -132,7 +132,7 @@ class Step:
     min_reward: float | Mapping[str, float] | None = None
     """The later steps are left out when the step's reward (or one of these parts of it) is below. None: never."""
     agent_timeout_s: float | None = None
-    """Wall time of the agent in this step; None is the task's."""
+    """Wall time of the agent in this step; None is that of the task. `gyre run` ends the program then."""
     verifier_timeout_s: float | None = None
     """None is the task's."""
     verifier_env: Mapping[str, str] = field(default_factory=dict)

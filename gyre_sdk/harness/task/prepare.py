@@ -12,6 +12,9 @@ from gyre_sdk.records import ExecResult
 
 SETUP = "setup.sh"
 """A file of this name among a step's files is run before the step."""
+_FORGET = "[ -d /run/gyre ] && rm -rf /tests/* /tests/.[!.]* /logs/verifier"
+"""Removes the tests of the step before, which an evaluation in the same workspace leaves. Only a workspace with a file system
+of its own has that folder of the supervisor: elsewhere these places are the machine's."""
 
 
 def await_healthy(workspace: Workspace, check: Healthcheck) -> None:
@@ -47,6 +50,8 @@ def begin_step(workspace: Workspace, task: Task, number: int, *, setup_timeout_s
         WorkspaceError: the setup failed or the workspace is not healthy.
     """
     step_task, step = task.at_step(number), task.steps[number]
+    if number > 0:
+        workspace.exec(_FORGET, cwd="/", timeout=60.0)
     files = contents(step.files)
     if files:
         workspace.write_many(files, ".")
