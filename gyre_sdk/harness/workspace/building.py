@@ -65,8 +65,12 @@ def _failed(tag: str, lines: list[str]) -> str:
 
 
 @contextmanager
-def alone(engine: str, tag: str) -> Iterator[None]:
-    """Keep other threads and processes of this machine from building the same image meanwhile."""
+def alone(client: docker.DockerClient, tag: str) -> Iterator[None]:
+    """Keep other threads and processes of this machine from building the same image on the same engine meanwhile."""
+    try:
+        engine = str(client.info().get("ID") or "")
+    except (DockerException, OSError):
+        engine = ""
     name = hashlib.sha256(f"{os.getuid()} {engine} {tag}".encode()).hexdigest()[:24]
     place = Path(tempfile.gettempdir()) / f"gyre-build-{os.getuid()}"
     place.mkdir(mode=0o700, exist_ok=True)

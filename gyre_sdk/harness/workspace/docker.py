@@ -25,6 +25,7 @@ from gyre_sdk.harness.workspace.hardening import (
     user_of,
 )
 from gyre_sdk.harness.workspace.images import ENTRYPOINT_LABEL, MEMORY, SHELL_LABEL, phase_image
+from gyre_sdk.harness.workspace.memory import clear_attributes, pid_of
 from gyre_sdk.harness.workspace.network import Network, plan
 from gyre_sdk.harness.workspace.output import OUTPUT_LIMIT
 from gyre_sdk.harness.workspace.overlay import NotHere
@@ -270,7 +271,8 @@ class DockerWorkspace(SupervisedWorkspace):
         """Start another run in a workspace that `pool.recycle` made clean."""
         self.network.change(plan(task))
         self._env = {**self.network.variables, **task.env}
-        self._env.setdefault("HOME", self.workdir)
+        if not is_root(self.user):
+            self._env.setdefault("HOME", self.workdir)
         self.task, self.run_id = task, run_id
         self._restore()
         self._furnish(task)
@@ -289,11 +291,13 @@ class DockerWorkspace(SupervisedWorkspace):
         """Place what the image has at folders that memory hides: the working directory, and what a snapshot had there."""
         kept = {self.workdir, *self.image.labels.get(MEMORY, "").split()}
         if self.phase == "verifier":
-            kept -= {"/tests", "/logs/verifier"}  # what the agent put there is not for the evaluation
+            kept.discard("/tests")  # what the agent put there, or where the reward goes, is not for the evaluation
         for folder in sorted(kept & self._memory.keys()):
             content = self.image.content(self.container.client, folder)
             if content is not None:
                 self._place(posixpath.dirname(folder), content)
+        if self.phase == "verifier" and "/logs" in kept:
+            self._ask("rm -rf /logs/verifier")
 
     def _start_supervisor(self, user: str, keep: str) -> Supervisor:
         folder = f"{SUPERVISOR_FOLDER}/{fresh_name()}"
@@ -317,9 +321,7 @@ class DockerWorkspace(SupervisedWorkspace):
         return self.container.post_mortem(detail)
 
     def _remove(self) -> None:
-        for exposure in self._exposed.values():
-            exposure.close()
-        self._exposed.clear()
+        self._hide()
         self.network.disconnect()
         if self._services is not None:
             self._services.close()
@@ -328,6 +330,11 @@ class DockerWorkspace(SupervisedWorkspace):
         if self._basis is not None:
             remove(self.container.client, self._basis)
             self._basis = None
+
+    def _hide(self) -> None:
+        for exposure in self._exposed.values():
+            exposure.close()
+        self._exposed.clear()
 
     def describe(self) -> str:
         """Say what this workspace is."""
@@ -339,9 +346,14 @@ class DockerWorkspace(SupervisedWorkspace):
         Raises:
             WorkspaceError: something of the last run may be left; the workspace must not be used again.
         """
+        self._hide()
         self.network.disconnect()
         self.kill_all()
-        status, said = self._ask(cleaning(folders))
+        try:
+            clear_attributes(pid_of(self.container.client, self.container.id), folders)
+            status, said = self._ask(cleaning(folders))
+        except NotHere:  # attributes of the mounts themselves can only be seen, and removed, from the engine's machine
+            status, said = self._ask(cleaning(folders, attributes=False))
         if status != 0 or said:
             found = said.decode(errors="replace").replace("\n", " ")[:300]
             raise WorkspaceError(f"workspace {self.id} keeps state of its last run: {found}")

@@ -84,5 +84,5 @@ def host_settings(
         "auto_remove": True,
         "runtime": task.runtime,
         "log_config": LogConfig(type="none"),
-        "ulimits": [Ulimit(name="nofile", soft=4096, hard=8192), Ulimit(name="core", soft=0, hard=0)],
+        "ulimits": [Ulimit(name="nofile", soft=8192, hard=8192), Ulimit(name="core", soft=0, hard=0)],
     }

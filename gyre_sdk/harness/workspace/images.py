@@ -159,7 +159,7 @@ def _built(client: docker.DockerClient, folder: Path, timeout: float) -> Image:
     with _building[tag]:
         found = find_image(client, tag)
         if found is None:
-            with alone(client.api.base_url, tag):
+            with alone(client, tag):
                 found = find_image(client, tag)
                 if found is None:
                     build(client, context_of(folder), tag, timeout, {BUILT: tag})

@@ -51,6 +51,18 @@ def filled(pid: int, folders: Iterable[str]) -> list[str]:
     return found
 
 
+def clear_attributes(pid: int, folders: Iterable[str]) -> None:
+    """Remove what a folder itself carries besides owner and mode: extended attributes, access control lists.
+
+    Raises:
+        NotHere: it cannot be done from this machine.
+    """
+    for folder in folders:
+        with folder_of(pid, folder) as opened:
+            for name in os.listxattr(opened):
+                os.removexattr(opened, name)
+
+
 def copy(source: int, target: int, folders: Iterable[str]) -> None:
     """Copy folders from one container (by its process id) to another's, which runs nothing yet.
 

@@ -3,7 +3,7 @@
 A recyclable container has a read-only root and no shared memory; all that a command can write to is memory mounted on the
 working directory, /tmp, /logs and /tests. Between runs every process is killed and proven dead, those folders are
 emptied, and what else could carry state is checked (docs/decisions/0003-recycled-workspaces.md). Any doubt, and the
-container is removed instead.
+container is removed instead. Without recycling, `prepare` still saves the time of a start: containers wait for their one run.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -22,7 +23,7 @@ from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace.choice import choose
 from gyre_sdk.harness.workspace.docker import DockerWorkspace
 from gyre_sdk.harness.workspace.engine import shared_client
-from gyre_sdk.harness.workspace.hardening import Phase
+from gyre_sdk.harness.workspace.hardening import Phase, is_root, user_of
 from gyre_sdk.harness.workspace.images import ensure_image
 from gyre_sdk.harness.workspace.local import LocalWorkspace
 from gyre_sdk.harness.workspace.network import plan
@@ -45,7 +46,7 @@ class WorkspacePool:
         recycle: reuse containers between runs. Tasks that run as root never share a container.
         size: containers that may exist at a time; `take` waits for one. None: no limit.
         idle: containers kept for later runs.
-        ttl_s: lifetime of a recycled container, seconds.
+        ttl_s: lifetime of a container that waits or is recycled, seconds.
         engine: URL of the Docker engine; None is $DOCKER_HOST or the default socket.
     """
 
@@ -69,6 +70,8 @@ class WorkspacePool:
         self._idle: defaultdict[Key, list[DockerWorkspace]] = defaultdict(list)
         self._held: dict[str, DockerWorkspace | LocalWorkspace] = {}
         self._returning: defaultdict[Key, int] = defaultdict(int)
+        self._ahead: dict[Key, tuple[Task, int, bool]] = {}
+        self._starting: defaultdict[Key, int] = defaultdict(int)
         self._changed = threading.Condition()
         self._closed = False
         self._cleaners = ThreadPoolExecutor(2 * (os.cpu_count() or 1), thread_name_prefix="gyre-recycle")
@@ -110,31 +113,89 @@ class WorkspacePool:
         if self._client is None:
             self.started += 1
             return None, LocalWorkspace(task, run_id=run_id)
-        image = ensure_image(self._client, task)
-        user = task.user or image.user
-        alone = (
-            task.services or task.healthcheck or (task.entrypoint and image.entrypoint)
-        )  # started once, not recycled
-        if not self._recycle or alone or user.partition(":")[0] in ("0", "root"):
-            self.started += 1
-            return None, DockerWorkspace(task, self._client, run_id=run_id)
-        limits = (task.cpus, task.memory_mb, task.pids, task.disk_mb)
-        key: Key = (image.id, user, task.workdir, limits, plan(task))
-        while (ready := self._pop(key)) is not None:
+        key, reusable = self._kind_of(self._client, task)
+        while key is not None and (ready := self._pop(key)) is not None:
+            self._start_ahead(key)
             try:
                 ready.begin(task, run_id)
-                return key, ready
+                return (key if reusable else None), ready
             except WorkspaceError:
                 self._discard(ready)
         self.started += 1
+        if not reusable:
+            return None, DockerWorkspace(task, self._client, run_id=run_id)
         started = DockerWorkspace(task, self._client, run_id="pool", read_only=True, ttl_s=self._ttl_s)
         started.run_id = run_id
         return key, started
 
-    def _pop(self, key: Key) -> DockerWorkspace | None:
-        """Return an idle workspace, waiting for one that is being cleaned: faster than a start."""
+    def _kind_of(self, client: docker.DockerClient, task: Task) -> tuple[Key | None, bool]:
+        """Return (what tasks that can have the same container share, or None for one that cannot; whether runs can)."""
+        image = ensure_image(client, task)
+        user = user_of(task, "agent", image.user)
+        if task.services or task.healthcheck or (task.entrypoint and image.entrypoint):
+            return None, False  # started once, for one run
+        limits = (task.cpus, task.memory_mb, task.pids, task.disk_mb, task.profile, task.runtime, task.read_only)
+        return (image.id, user, task.workdir, limits, plan(task)), self._recycle and not is_root(user)
+
+    def prepare(self, task: Task, count: int) -> None:
+        """Start containers ahead, in the background: a `take` of this task, or of one like it, then finds one ready.
+
+        Args:
+            task: says the image, user, limits and network; its files are placed when a run takes a container.
+            count: containers that wait at a time; each that is taken is replaced. 0 starts no more.
+
+        Raises:
+            ImageMissing, WorkspaceError: the task's image cannot be had, or its containers serve one run only.
+        """
+        if self._client is None:
+            return
+        key, reusable = self._kind_of(self._client, task)
+        if key is None:
+            raise WorkspaceError(
+                f"task {task.name!r} has services, a health check or an entry point: its containers are started with the run"
+            )
         with self._changed:
-            self._changed.wait_for(lambda: self._idle[key] or not self._returning[key], timeout=10.0)
+            self._ahead[key] = (replace(task, files={}, env={}), count, reusable)
+        for _ in range(count):
+            self._start_ahead(key)
+
+    def _start_ahead(self, key: Key) -> None:
+        with self._changed:
+            task, count, reusable = self._ahead.get(key, (None, 0, False))
+            if task is None or self._closed or len(self._idle[key]) + self._starting[key] >= count:
+                return
+            self._starting[key] += 1
+        try:
+            self._cleaners.submit(self._started_ahead, key, task, reusable)
+        except RuntimeError:  # the pool closed meanwhile
+            self._arrived(key, None)
+
+    def _started_ahead(self, key: Key, task: Task, reusable: bool) -> None:
+        ready: DockerWorkspace | None = None
+        try:
+            assert self._client is not None
+            ready = DockerWorkspace(task, self._client, run_id="pool", read_only=reusable, ttl_s=self._ttl_s)
+        except WorkspaceError:
+            pass  # a `take` tries again, and tells
+        finally:
+            self._arrived(key, ready)
+
+    def _arrived(self, key: Key, ready: DockerWorkspace | None) -> None:
+        with self._changed:
+            self._starting[key] -= 1
+            if ready is not None and not self._closed:
+                self.started += 1
+                self._idle[key].append(ready)
+                ready = None
+            self._changed.notify_all()
+        if ready is not None:
+            ready.close()
+
+    def _pop(self, key: Key) -> DockerWorkspace | None:
+        """Return an idle workspace, waiting for one that is being cleaned or started already: faster than a start."""
+        with self._changed:
+            pending = (self._returning, self._starting)
+            self._changed.wait_for(lambda: self._idle[key] or not any(some[key] for some in pending), timeout=10.0)
             return self._idle[key].pop() if self._idle[key] else None
 
     def _give_back(self, key: Key | None, workspace: DockerWorkspace | LocalWorkspace) -> None:

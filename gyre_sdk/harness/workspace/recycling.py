@@ -10,11 +10,22 @@ RECYCLED_FOLDERS = ("/tmp", "/logs", "/tests")
 """Writable folders of a read-only container, besides the working directory."""
 
 
-def cleaning(folders: tuple[str, ...]) -> str:
-    """Return shell code that empties `folders` (mounts of their own) and names whatever else is left, with a status above 0."""
-    return f"f0={SUPERVISOR_FOLDER}\nset -- {' '.join(shlex.quote(folder) for folder in folders)}\n{_CLEAN}"
+def cleaning(folders: tuple[str, ...], *, attributes: bool = True) -> str:
+    """Return shell code that empties `folders` (mounts of their own) and names whatever else is left, with a status above 0.
+
+    Args:
+        attributes: whether those of the mounts themselves were removed; if not, an image whose tools can set some is refused.
+    """
+    names = " ".join(shlex.quote(folder) for folder in folders)
+    return f'f0={SUPERVISOR_FOLDER}\nset -- {names}\n{_CLEAN}{"" if attributes else f"{_REFUSE} && "}clean "$@"\n'
 
 
+_REFUSE = """
+refuse() {
+  for x in setfattr setfacl python3 perl; do command -v $x >/dev/null && { echo "maybe attributes, as there is $x"; return 1; }; done
+  return 0
+}
+refuse"""
 _CLEAN = r"""
 clean() {
   for f; do
@@ -36,5 +47,4 @@ clean() {
   [ -z "$left" ] || { echo "processes $left"; return 1; }
   [ "$STATE" = "$(state 2>/dev/null)" ] || { echo "limits of the supervisor"; return 1; }
 }
-clean "$@"
 """

@@ -99,9 +99,12 @@ def build_sandbox(client: docker.DockerClient, name: str, *, folder: Path = SAND
     for below in _below(folder, name):
         build_sandbox(client, below, folder=folder)
     tag = f"{REPOSITORY}/{name}"
-    with alone(client.api.base_url, tag):
-        digest = _digest(client, folder, name)
-        found = find_image(client, tag)
+    digest = _digest(client, folder, name)
+    found = find_image(client, tag)
+    if found is not None and not again and found.labels.get(DIGEST) == digest:
+        return found
+    with alone(client, tag):
+        found = find_image(client, tag)  # another process may just have built it
         if found is None or again or found.labels.get(DIGEST) != digest:
             build(client, context_of(place, _extra(client, folder, name)), tag, _BUILD_S, {DIGEST: digest})
             found = find_image(client, tag)

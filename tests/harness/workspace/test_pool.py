@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 from gyre_sdk.errors import WorkspaceUnavailable
 from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace import WorkspacePool, open_workspace
+from gyre_sdk.harness.workspace.reaper import owned
+from gyre_sdk.harness.workspace.sandboxes import build_sandbox
 
 pytestmark = pytest.mark.docker
 TASK = Task(instruction="x", files={"app.txt": "v1", "bin/tool": "#!/bin/sh\necho tool\n"}, memory_mb=128, pids=64)
@@ -157,3 +160,81 @@ def test_size_bounds_the_containers(docker_client, base_image):
 
             assert set(threads.map(run, range(12))) == {"ok\n"}
         assert pool.started <= 2
+
+
+def test_containers_wait_started_for_the_task(docker_client, base_image):
+    """Prepared ones are taken first, one run each, and replaced; without recycling too, and for root."""
+    for task in (TASK, Task(instruction="x", user="root", files={"app.txt": "v1"}, memory_mb=64)):
+        with WorkspacePool() as pool:
+            pool.prepare(task, 2)
+            first = pool.take(task, run_id="r1")
+            second = pool.take(task, run_id="r2")
+            assert first.id != second.id
+            assert first.exec("cat app.txt; touch /tmp/mine").stdout == "v1"
+            assert second.exec("ls /tmp").stdout == ""
+            assert pool.runs == {first.id: "r1", second.id: "r2"}
+            first.close()
+            second.close()
+            third = pool.take(task)
+            assert third.id not in (first.id, second.id)
+            pool.prepare(task, 0)
+    assert owned(docker_client) == []
+
+
+def test_only_like_tasks_share_a_container(docker_client, base_image):
+    with WorkspacePool(recycle=True) as pool:
+        pool.prepare(TASK, 1)
+        others = [
+            Task(instruction="x", memory_mb=64),
+            replace(TASK, profile="root", user="1000:1000"),
+            replace(TASK, read_only=True),
+            replace(TASK, user="1001:1001"),
+        ]
+        taken = [pool.take(task) for task in [*others, TASK]]
+        assert len({one.id for one in taken}) == len(taken)
+        for one in taken:
+            one.close()
+        for task in (replace(TASK, files={}, instruction="y", env={"A": "b"}), TASK):
+            again = pool.take(task)  # the same one, or the one that was started in its place
+            assert again.id not in {one.id for one in taken[:-1]}
+            again.close()
+
+
+def test_what_is_taken_while_containers_start_waits_for_them(docker_client, base_image):
+    with WorkspacePool() as pool:
+        pool.prepare(TASK, 1)
+        with pool.take(TASK) as workspace:
+            assert workspace.exec("cat app.txt").stdout == "v1"
+        pool.prepare(TASK, 0)
+
+
+BASH = Task(instruction="x", image="gyre/python", files={"app.txt": "v1"}, memory_mb=256, pids=64)
+
+
+def test_recycled_containers_of_a_real_distribution(docker_client):
+    """Bash and Python inside: what they can do that the small image cannot is undone too."""
+    build_sandbox(docker_client, "python")
+    attacks = [
+        'trap \'\' TERM; python3 -c \'import os; [os.setxattr(p, "user.x", b"1") for p in ("/workspace", "/logs")]\';'
+        "setfacl -m u:1234:rwx . 2>/dev/null; echo evil >app.txt; exec -a hidden sleep 300 & disown",
+        "python3 -c 'import os,time; os.setsid(); os.fork() or time.sleep(300)' & ulimit -n 64; cd /tmp; echo x >.bashrc;"
+        "echo 'echo evil' >/workspace/.bashrc; echo 'echo evil' >/workspace/.profile",
+        "for p in /proc/[0-9]*; do prlimit --pid ${p#/proc/} --nofile=64 2>/dev/null; done; renice 19 $PPID $$",
+        "kill -9 -1",
+    ]
+    look = (
+        "cat app.txt; echo; ls -A . /tmp /logs | grep -v '^app.txt'; ps -eo args --no-headers | grep -c '[s]leep 300';"
+        'python3 -c \'import os; print(os.listxattr("/workspace"), os.listxattr("/logs"), os.nice(0))\'; ulimit -n'
+    )
+    with WorkspacePool(recycle=True) as pool:
+        workspace = pool.take(BASH)
+        clean = workspace.exec(look).stdout
+        for attack in attacks:
+            try:
+                workspace.exec(attack, timeout=5)
+            except WorkspaceUnavailable:
+                pass
+            workspace = again(pool, workspace, BASH)
+            assert workspace.exec(look).stdout == clean, attack
+        workspace.close()
+        assert pool.recycled >= 2
