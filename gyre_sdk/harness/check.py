@@ -9,8 +9,8 @@ from functools import partial
 
 from gyre_sdk.errors import GyreError, WorkspaceError
 from gyre_sdk.harness.ports import Workspace
-from gyre_sdk.harness.scoring import score
-from gyre_sdk.harness.task import Task, begin_step, below, combine
+from gyre_sdk.harness.scoring import RunScoring
+from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.task.prepare import said
 from gyre_sdk.harness.workspace import open_workspace
 from gyre_sdk.harness.workspace.engine import shared_client
@@ -19,6 +19,9 @@ from gyre_sdk.records import Score
 
 SOLUTION = "/solution"
 """Where the format puts a solution while it runs."""
+
+_SHOWN = 300
+"""Characters of what tests printed that a message shows."""
 
 Act = Callable[[Workspace, Task], str]
 """Does something in the agent's place; returns what is worth telling when the reward is not the expected one."""
@@ -66,24 +69,16 @@ def rehearse(task: Task, act: Act, *, engine: str | None = None) -> tuple[Score,
         The score, and what `act` said last.
 
     Raises:
-        GyreError: the workspace, a step's setup or the evaluation failed.
+        GyreError: the workspace or a step's setup failed; a failed evaluation is a score without a reward.
     """
     workspace = open_workspace(task, engine=engine)
     try:
-        if not task.steps:
-            told = act(workspace, task)
-            return score(task, workspace), told
-        scores: list[Score] = []
+        scoring = RunScoring(task, time, retries=0)
+        scoring.begin(workspace)
         told = ""
-        for number, step in enumerate(task.steps):
-            step_task = begin_step(workspace, task, number)
-            told = act(workspace, step_task)
-            scores.append(score(step_task, workspace))
-            stop = below(step, scores[-1])
-            if stop is not None:
-                told = f"{told}; {stop}" if told else stop
-                break
-        return combine(task, scores), told
+        for step in scoring.steps(workspace):
+            told = act(workspace, step)
+        return scoring.evaluate(workspace), told
     finally:
         workspace.close()
 
@@ -144,11 +139,12 @@ def _tell(got: Score, told: str) -> str:
     if got.reward is None:
         return f"no reward: {got.explanation}"
     parts = ", ".join(f"{name} {value:g}" for name, value in got.parts.items() if name != "reward")
-    printed = " ".join((got.output or got.explanation).split())[-300:]
-    said = [f"reward {got.reward:g}", f"({parts})" if parts else "", f"{told};" if told else ""]
-    if got.reward < 1 and printed:
-        said.append(f"the tests printed: {printed}")
-    return " ".join(part for part in said if part).strip(" ;")
+    said = f"reward {got.reward:g}" + (f" ({parts})" if parts else "")
+    if got.reward >= 1:
+        return f"{said}; {told}" if told else said
+    printed = " ".join(got.output.split())
+    shown = f"the tests printed: {'... ' if len(printed) > _SHOWN else ''}{printed[-_SHOWN:]}" if printed else ""
+    return "; ".join(part for part in (said, told, got.explanation, shown) if part)
 
 
 def _finding(check: str, look: Callable[[], tuple[bool, str]]) -> Finding:

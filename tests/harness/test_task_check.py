@@ -58,7 +58,7 @@ def test_several_folders_one_line_per_check(tmp_path, base_image):
         ["ok", "good", "solution"],
         ["ok", "good", "no-op"],
     ]
-    assert "reward 0 solve.sh gave exit code 3: I tried; the tests printed: out.txt has no done" in lines[2]
+    assert "reward 0; solve.sh gave exit code 3: I tried; the tests printed: out.txt has no done" in lines[2]
     assert "task.toml is not TOML" in lines[4]
     assert "reward 1" in lines[7] and "reward 0" in lines[8]
     assert gyre("check", tmp_path / "good")[0] == 0

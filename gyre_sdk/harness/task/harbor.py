@@ -77,7 +77,7 @@ def load_folder(folder: Path, variables: Mapping[str, str] | None = None) -> Tas
             services=services,
             workdir=gyre.text("workdir") or environment.text("workdir") or None,
             files=_files(folder, gyre.text("files")),
-            tests=_tests(folder, gyre, verifier_context, verifier_image, steps),
+            tests=_tests(folder, gyre, steps),
             test_command=gyre.text("test_command"),
             solution=folder / "solution" if (folder / "solution" / "solve.sh").is_file() else None,
             solution_env=config.table("solution").strings("env"),
@@ -211,13 +211,11 @@ def _verifier_image(folder: Path, verifier: Table) -> tuple[str | None, Path | N
     return None, folder / "tests" if (folder / "tests" / "Dockerfile").is_file() else None
 
 
-def _tests(
-    folder: Path, gyre: Table, context: Path | None, image: str | None, steps: tuple[Step, ...]
-) -> Path | Files | None:
+def _tests(folder: Path, gyre: Table, steps: tuple[Step, ...]) -> Path | Files:
     tests = folder / "tests"
     if steps:
         return tests if tests.is_dir() else {}
-    if not (tests / "test.sh").is_file() and gyre.text("test_command") is None and context is None and image is None:
+    if not (tests / "test.sh").is_file() and gyre.text("test_command") is None:
         raise TaskError(f"{tests / 'test.sh'} is missing; write the script that leaves a reward in /logs/verifier")
     return tests
 

@@ -43,7 +43,8 @@ def combine(task: Task, scores: Sequence[Score]) -> Score:
         parts[step.name] = score.reward
         parts |= {f"{step.name}/{part}": value for part, value in score.parts.items() if part != "reward"}
     left_out = [step.name for step in task.steps[len(rewards) :]]
-    note = f"; left out: {', '.join(left_out)}" if left_out else ""
+    why = below(task.steps[len(rewards) - 1], scores[len(rewards) - 1]) if left_out and rewards else None
+    note = f"; {why or 'the agent did not ask for more'}; left out: {', '.join(left_out)}" if left_out else ""
     reward = math.fsum(rewards) / len(task.steps) if task.step_reward == "mean" else 0.0 if left_out else rewards[-1]
     tampered = tuple(dict.fromkeys(place for score in scores for place in score.tampered))
     explanation = f"{len(rewards)} of {len(task.steps)} steps scored{note}"
