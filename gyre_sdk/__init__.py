@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from gyre_sdk.harness.service import ServiceClient
     from gyre_sdk.harness.session import Session as session
     from gyre_sdk.harness.session import serve
-    from gyre_sdk.harness.task import Task
+    from gyre_sdk.harness.task import Task, TaskSet
     from gyre_sdk.harness.tools import Tool, ToolOutput, Toolset
     from gyre_sdk.harness.workspace import WorkspacePool
     from gyre_sdk.journal import Journal
@@ -63,6 +63,7 @@ _HOMES = {
     "SubagentStart": "gyre_sdk.harness.hooks",
     "SubagentStop": "gyre_sdk.harness.hooks",
     "Task": "gyre_sdk.harness.task",
+    "TaskSet": "gyre_sdk.harness.task",
     "Tool": "gyre_sdk.harness.tools",
     "ToolOutput": "gyre_sdk.harness.tools",
     "Toolset": "gyre_sdk.harness.tools",
@@ -94,6 +95,7 @@ __all__ = [
     "SubagentStart",
     "SubagentStop",
     "Task",
+    "TaskSet",
     "Tool",
     "ToolOutput",
     "Toolset",

@@ -313,6 +313,23 @@ def test_the_entry_point_of_a_folders_image_is_run_and_a_tasks_own_is_not(tmp_pa
 
 
 @docker
+def test_a_verifier_of_its_own_sees_the_artifacts_alone(tmp_path, base_image):
+    tests = f"test -s /key && test ! -e other.txt && test ! -e /tmp/left && {SOLVED}"
+    write(
+        tmp_path,
+        **{
+            "task.toml": 'artifacts = ["out.txt"]\n[environment]\ndocker_image = "gyre/base"\nworkdir = "/workspace"\n',
+            "tests/Dockerfile": "FROM gyre/base\nUSER root\nRUN echo key >/key\n",
+            "tests/test.sh": tests,
+            "solution/solve.sh": "test ! -e /key && echo done | tee out.txt >other.txt; echo done >/tmp/left",
+        },
+    )
+    found = {finding.check: (finding.ok, finding.said.partition(";")[0]) for finding in check_task(Task.load(tmp_path))}
+    assert list(found) == ["image", "verifier image", "solution", "no-op"]
+    assert (found["solution"], found["no-op"]) == ((True, "reward 1"), (True, "reward 0"))
+
+
+@docker
 def test_a_pool_recycles_no_workspace_with_services_or_a_health_check(base_image):
     with WorkspacePool(recycle=True) as pool:
         for task in (
