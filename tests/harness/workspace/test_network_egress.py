@@ -221,6 +221,7 @@ def names() -> Names:
         a_wild_test=[["127.0.0.1"]],
         rebound_test=[["127.0.0.1"], ["127.0.0.2"]],
         inner_test=[["127.0.0.2"]],
+        several_wild_test=[["127.0.0.3", "127.0.0.1"]],
     )
 
 
@@ -233,10 +234,10 @@ def apart(request, docker_client, base_image) -> Iterator[Box]:
 
 @pytest.fixture
 def inside(apart, names) -> Iterator[Box]:
-    """A container whose egress resolves by `names` and takes 127.0.0.1 for a public address, 127.0.0.2 for this machine."""
+    """A container whose egress resolves by `names` and takes loopback for public addresses, 127.0.0.2 for this machine."""
 
     def check(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
-        return None if str(address) == "127.0.0.1" else "is this machine"
+        return "is this machine" if str(address) == "127.0.0.2" else None
 
     allowed = ("site.test", "secure.test", "*.wild.test", "rebound.test", "inner.test")
     apart.network.egress = Egress(allowed, resolve=names, check=check)
@@ -295,6 +296,15 @@ def test_a_name_whose_next_address_is_another_gains_nothing(inside, site, names)
     assert names.asked == ["rebound.test"]
     assert "403 Forbidden" in fetch(inside, f"http://rebound.test:{site.port}/")  # now it is this machine
     assert len(site.log) == 1
+
+
+@docker_engine
+def test_the_next_address_is_tried(inside, site):
+    """Nothing listens at the first one; the body reaches the second one whole."""
+    host = f"several.wild.test:{site.port}"
+    assert "/ 4" in inside.sh(f"http_proxy={PROXY} wget -qO- --post-data body http://{host}/")
+    said = inside.sh(_ask(f"CONNECT {host} HTTP/1.1\\r\\n\\r\\nGET /v1/x HTTP/1.1", "Host: x", "Connection: close"))
+    assert said.startswith("HTTP/1.1 200 Connection established") and "GET /v1/x 0" in said
 
 
 @docker_engine

@@ -148,12 +148,12 @@ class Egress(Service):
             return _said(502, f"{host} does not resolve: {error or 'no answer'}")
         assert self._client is not None
         headers = [*passed_on(request.headers, _NOT_FORWARDED), ("Host", url.raw_authority)]
-        there = url.with_host(addresses[0])
+        places = [url.with_host(address) for address in addresses]
 
         def failed(error: Exception) -> web.Response:
             return _said(502, f"{host} cannot be reached: {error}")
 
-        return await forward(request, self._client, there, headers, failed)
+        return await forward(request, self._client, places, headers, failed)
 
 
 def _said(status: int, message: str) -> web.Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -36,42 +36,52 @@ def open_client(connect_timeout: float = 10.0) -> aiohttp.ClientSession:
 async def forward(
     request: web.BaseRequest,
     client: aiohttp.ClientSession,
-    url: URL,
+    urls: Iterable[URL],
     headers: Headers,
     failed: Callable[[Exception], web.Response],
 ) -> web.StreamResponse:
-    """Ask `url` what the request asks and give its answer.
+    """Ask what the request asks and give the answer.
 
     Args:
+        urls: the same thing at several addresses: the first one that takes a connection is asked.
         headers: to send, see `passed_on`.
         failed: gives the answer when nobody could be asked; once an answer has begun, its failure is the connection's.
     """
     if request.headers.get("Expect", "").lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0
-    response: web.StreamResponse | None = None
-    try:
-        async with client.request(
-            request.method,
-            url,
-            headers=headers,
-            data=request.content if request.body_exists else None,
-            allow_redirects=False,
-        ) as answer:
-            response = web.StreamResponse(status=answer.status, reason=answer.reason)
-            for name, value in passed_on(answer.headers):
-                response.headers.add(name, value)
-            await response.prepare(request)
-            async for part in answer.content.iter_any():
-                await response.write(part)
-            await response.write_eof()
+    problem: Exception = ConnectionError("there is no address")
+    for url in urls:
+        response: web.StreamResponse | None = None
+        try:
+            async with client.request(
+                request.method,
+                url,
+                headers=headers,
+                data=request.content if request.body_exists else None,
+                allow_redirects=False,
+            ) as answer:
+                response = web.StreamResponse(status=answer.status, reason=answer.reason)
+                await _hand_on(request, answer, response)
+                return response
+        except aiohttp.ClientConnectorError as error:
+            problem = error  # nothing was sent, so nothing of the body is used up
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            if response is None:
+                return failed(error)
+            if request.transport is not None:
+                request.transport.abort()  # a cut answer must not look like a whole one
             return response
-    except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-        if response is None:
-            return failed(error)
-        if request.transport is not None:
-            request.transport.abort()  # a cut answer must not look like a whole one
-        return response
+    return failed(problem)
+
+
+async def _hand_on(request: web.BaseRequest, answer: aiohttp.ClientResponse, response: web.StreamResponse) -> None:
+    for name, value in passed_on(answer.headers):
+        response.headers.add(name, value)
+    await response.prepare(request)
+    async for part in answer.content.iter_any():
+        await response.write(part)
+    await response.write_eof()
 
 
 def passed_on(headers: CIMultiDictProxy[str], without: frozenset[str] = frozenset()) -> Headers:

@@ -13,6 +13,7 @@ import queue
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ from gyre_sdk.errors import WorkspaceError
 from gyre_sdk.harness.workspace import owner, reaper
 from gyre_sdk.harness.workspace.channel import SocketChannel
 from gyre_sdk.harness.workspace.images import DEFAULT_IMAGE, image_missing
-from gyre_sdk.harness.workspace.network.serving import Serving
+from gyre_sdk.harness.workspace.network.serving import CONNECTIONS, Serving
 
 _FOLDER = "/relay"
 _COPY = "dd bs=65536"
@@ -88,6 +89,8 @@ class Helper:
         self._serving: dict[str, Serving] = {}
         self._ready: dict[str, queue.SimpleQueue[str]] = {}
         self._streams: set[Stream] = set()
+        self._carriers = 0
+        self._waiting: deque[tuple[str, Serving]] = deque()
         self._line = b""
         self._lock = threading.Lock()
         self._closed = False
@@ -169,8 +172,25 @@ class Helper:
             if said in ("up", "taken"):
                 self._ready[rest].put(said)
             elif said in self._serving:
-                carrying = (f"{said}.{rest}", self._serving[said])
-                threading.Thread(target=self._carry, args=carrying, name="gyre-relay", daemon=True).start()
+                self._take(f"{said}.{rest}", self._serving[said])
+
+    def _take(self, name: str, serving: Serving) -> None:
+        """Carry a connection, now or once there are fewer: what runs inside must not use up our threads."""
+        with self._lock:
+            if self._carriers >= CONNECTIONS:
+                self._waiting.append((name, serving))
+                return
+            self._carriers += 1
+        threading.Thread(target=self._carry_on, args=(name, serving), name="gyre-relay", daemon=True).start()
+
+    def _carry_on(self, name: str, serving: Serving) -> None:
+        while True:
+            self._carry(name, serving)
+            with self._lock:
+                if not self._waiting or self._closed:
+                    self._carriers -= 1
+                    return
+                name, serving = self._waiting.popleft()
 
     def _carry(self, name: str, serving: Serving) -> None:
         """Carry one connection's bytes both ways until both sides have ended."""

@@ -79,7 +79,7 @@ class Relay(Service):
             message = f"the recording proxy cannot be reached ({type(error).__name__}); is it still running?"
             return refusal(asked, request.headers, 503, "proxy_unreachable", message, retryable=True)
 
-        return await forward(request, self._client, URL(self._root + asked, encoded=True), headers, failed)
+        return await forward(request, self._client, [URL(self._root + asked, encoded=True)], headers, failed)
 
 
 def _broken(status: int, reason: str) -> web.Response:
