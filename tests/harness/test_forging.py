@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from tools_image import build_tools_image
+from tree_inputs import case
 
 from gyre_sdk.harness.scoring import prepare, score
 from gyre_sdk.harness.task import Task
@@ -56,12 +60,6 @@ EXIT_0 = "import os\nos._exit(0)"
 BACKGROUND = "setsid sh -c '{}' >/dev/null 2>&1 &\n"
 ATTEMPTS: dict[str, tuple[str, str]] = {
     # what the agent does -> a word of the note
-    "reward file first": (f"mkdir -p /logs/verifier; {WIN}", "/logs/verifier/reward.json"),
-    "reward folder is a link": (
-        "mkdir -p mine; ln -sfn $PWD/mine /logs/verifier; echo 1 > mine/reward.txt",
-        "/logs/verifier",
-    ),
-    "background writer": (BACKGROUND.format(f"while :; do {WIN.replace(chr(39), '')}; sleep 0.02; done"), "alive"),
     "background writer without a trace": (
         "env -i setsid setsid sh -c 'while :; do echo 1 > /logs/verifier/reward.json; sleep 0.02; done' >/dev/null 2>&1 &\n",
         "alive",
@@ -105,7 +103,7 @@ ATTEMPTS: dict[str, tuple[str, str]] = {
     "git's configuration": (
         planted("evil", f"#!/bin/sh\n{KEEP_WINNING}\necho true data") + "chmod +x evil;"
         "git config core.fsmonitor $PWD/evil; git config filter.x.clean $PWD/evil; git config core.hooksPath $PWD;"
-        "echo '* filter=x' > .git/info/attributes",
+        "mkdir -p .git/info; echo '* filter=x' > .git/info/attributes",
         ".git/config: changed",
     ),
     "a git hook": (
@@ -134,7 +132,6 @@ ATTEMPTS: dict[str, tuple[str, str]] = {
     "changed protected data": ("echo forged > DATA; rm bin/run", "DATA: changed"),
     "setuid shell": ("cp /bin/busybox sh; chmod 4755 sh", "/workspace/sh: planted"),
     "endless output": (BACKGROUND.format("yes reward: 1.0 > /logs/out"), "alive"),
-    "plain output": ("echo reward: 1.0; echo '{\"reward\": 1.0}'", ""),
 }
 
 
@@ -172,16 +169,60 @@ def attempt(task: Task, workspace, script: str) -> Score:
     return score(task, workspace, seal=seal)
 
 
-@pytest.mark.parametrize("name", ATTEMPTS)
-def test_the_reward_is_the_honest_one(image, pool, name):
-    script, word = ATTEMPTS[name]
+def test_forged_reward_files(image, pool):
+    """The case's own attacks, each in both states."""
+    found = case("scoring", "scoring-forged-reward-files")["input"]
+    test = found["verifier"].removeprefix("test.sh: `").removesuffix("`")
+    task = Task(instruction="x", image=image, tests={"test.sh": test}, memory_mb=256, pids=64)
+    attacks = {"no attack": "true"} | {attack["name"]: attack["script"] for attack in found["attacks"]}
+
+    def attacked(name: str, content: str) -> Score:
+        with pool.take(task) as workspace:
+            seal = prepare(task, workspace)
+            workspace.exec(f"echo {content} > app.txt")
+            workspace.exec(attacks[name], timeout=10)
+            began = time.monotonic()
+            scored = score(task, workspace, seal=seal)
+        assert time.monotonic() - began < 60, name  # the pipe held nobody
+        return scored
+
+    runs = [(name, content) for name in attacks for content in ("fixed", "broken")]
+    with ThreadPoolExecutor(4) as several:
+        scores = dict(zip(runs, several.map(lambda run: attacked(*run), runs), strict=True))
+    for (name, content), scored in scores.items():
+        if name != "rewrites app.txt during scoring":  # it may be done by the agent's end
+            assert scored.reward == float(content == "fixed"), (name, content, scored)
+        assert bool(scored.tampered) == (name not in ("no attack", "plain output")), (name, scored.tampered)
+
+
+TOGETHER = (
+    ("planted conftest", "changed conftest", "pytest.ini"),
+    ("conftest in a folder with a line break", "pytest's section of pyproject.toml", "changed protected data"),
+    ("pytest's section in another spelling", "a module called pytest", "a package called pluggy"),
+    ("sitecustomize", "usercustomize of the user", "a path file", "compiled in place of the source"),
+    ("programs on PATH", "shell startup files", "setuid shell"),
+    ("git's configuration", "a git hook", "edited tests"),
+    ("background writer without a trace", "kills the verifier", "repairs the file meanwhile", "endless output"),
+    ("a folder in the place of the tests",),
+    ("hard links",),
+)
+"""Attempts that do not get into each other's way, so that one evaluation shows that all of them failed."""
+
+
+def test_every_attempt_is_made():
+    assert sorted(name for names in TOGETHER for name in names) == sorted(ATTEMPTS)
+
+
+@pytest.mark.parametrize("names", TOGETHER, ids=lambda names: names[0])
+def test_the_reward_is_the_honest_one(image, pool, names):
     task = a_task(image)
     with pool.take(task) as workspace:
-        found = attempt(task, workspace, script)
+        found = attempt(task, workspace, "\n".join(ATTEMPTS[name][0] for name in names))
     assert (found.reward, found.mode) == (0.0, "separate"), found
     assert "1 failed" in found.output, found.output
-    if word:
-        assert any(word in note for note in found.tampered), found.tampered
+    for name in names:
+        word = ATTEMPTS[name][1]
+        assert any(word in note for note in found.tampered), (name, found.tampered)
 
 
 def test_honest_work_beside_all_that_is_rewarded(image, pool):

@@ -26,7 +26,7 @@ from gyre_sdk.harness.scoring.watch import Seal
 from gyre_sdk.harness.task import Artifact, Task
 from gyre_sdk.harness.workspace import DockerWorkspace, PooledWorkspace
 from gyre_sdk.harness.workspace.engine import shared_client
-from gyre_sdk.harness.workspace.snapshots import remove
+from gyre_sdk.harness.workspace.snapshots import SNAPSHOT, remove
 
 ROOT = "0:0"
 NOTES = 50
@@ -138,6 +138,8 @@ def retain(task: Task, workspace: Workspace, seal: Seal | None, *, keep: bool = 
     notes = _left(workspace)
     place.kill_all()
     client = place.container.client
+    if SNAPSHOT in place.image.labels:
+        notes.append("the workspace began as a snapshot: what was changed of the image's programs before is not seen")
     repaired = system.repair(client, place.container.id, place.image.id, seal.programs if seal else ())
     return Retained(
         task, seal, "separate", [*notes, *repaired.notes()], snapshot=place.snapshot(keep=keep), client=client
