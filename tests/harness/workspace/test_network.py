@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +21,8 @@ from proxy_toy import toy_template
 from gyre_sdk.errors import ProtocolError, WorkspaceError, WorkspaceUnavailable
 from gyre_sdk.harness.proxy.server.refusals import refusal as of_the_proxy
 from gyre_sdk.harness.task import Task
-from gyre_sdk.harness.workspace import DockerWorkspace, WorkspacePool, open_workspace
-from gyre_sdk.harness.workspace.network import PROXY_PORT, Network, Plan, Relay, Wire, plan
+from gyre_sdk.harness.workspace import DockerWorkspace, WorkspacePool, open_workspace, sweep
+from gyre_sdk.harness.workspace.network import PROXY_PORT, Network, Plan, Relay, Wire, helper, plan
 from gyre_sdk.harness.workspace.network.guard import own_addresses
 from gyre_sdk.harness.workspace.network.inside import CannotEnter, connect_inside, listen_inside, process_handle
 from gyre_sdk.harness.workspace.network.refusals import refusal
@@ -426,6 +428,53 @@ def test_one_workspace_cannot_use_up_this_process(docker_client, base_image, ups
         for one in held:
             one.close()
         until(lambda: "GET /v1/x 0" in made.sh(f"wget -qO- {base}/x"))
+
+
+@docker_engine
+def test_a_relay_container_carries_so_many_at_a_time(docker_client, base_image, upstream, monkeypatch):
+    """Further connections wait for their turn; none of them costs a thread meanwhile."""
+    monkeypatch.setattr(helper, "CONNECTIONS", 2)
+    with box(docker_client, enter=False) as made:
+        made.network.connect_proxy(f"{upstream.url}/v1", "k")
+        held = [connect_inside(made.pid, PROXY_PORT, container=made.id) for _ in range(2)]
+        relay = made.network._helper
+        assert relay is not None
+        until(lambda: relay._carriers == 2)
+        late = connect_inside(made.pid, PROXY_PORT, container=made.id)
+        late.sendall(b"GET /v1/late HTTP/1.1\r\nHost: x\r\n\r\n")
+        until(lambda: len(relay._waiting) == 1)
+        assert relay._carriers == 2
+        for one in held:
+            one.close()
+        assert b"GET /v1/late 0" in late.recv(1000)
+        late.close()
+        until(lambda: relay._carriers == 0)
+
+
+OWNER = """
+import sys, time
+sys.path.insert(0, {folder!r})
+from network_kit import WAYS, box
+from gyre_sdk.harness.workspace.engine import connect
+how, enter = WAYS["internal"]
+with box(connect({url!r}), how, enter=enter) as made:
+    made.network.connect_proxy("http://127.0.0.1:1/v1", "k")
+    print(made.id, made.network._helper.id, flush=True)
+    time.sleep(600)
+"""
+
+
+@docker_engine
+def test_a_relay_container_ends_with_a_killed_owner(docker_client, docker_url, base_image):
+    """At once, by the end of its input; its network is swept with the workspace's container."""
+    code = OWNER.format(folder=str(Path(__file__).parent), url=docker_url)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        workspace, relay = process.stdout.readline().split()
+        process.kill()
+    until(lambda: relay not in {one["Id"] for one in docker_client.api.containers(all=True)})
+    swept = sweep(docker_client)
+    assert workspace in swept.containers and len(swept.networks) == 1
 
 
 @docker_engine
