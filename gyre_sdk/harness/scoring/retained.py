@@ -26,7 +26,8 @@ from gyre_sdk.harness.scoring.watch import Seal
 from gyre_sdk.harness.task import Artifact, Task
 from gyre_sdk.harness.workspace import DockerWorkspace, PooledWorkspace
 from gyre_sdk.harness.workspace.engine import shared_client
-from gyre_sdk.harness.workspace.snapshots import SNAPSHOT, remove
+from gyre_sdk.harness.workspace.images import SNAPSHOT
+from gyre_sdk.harness.workspace.snapshots import remove
 
 ROOT = "0:0"
 NOTES = 50

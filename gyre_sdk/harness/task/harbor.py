@@ -37,6 +37,7 @@ _GYRE_KEYS = (
     "profile",
     "runtime",
     "read_only",
+    "history",
     "protected",
 )
 
