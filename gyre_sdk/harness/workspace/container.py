@@ -130,7 +130,7 @@ class Container:
         if time.time() >= self.deadline - 1:
             return f"its lifetime of {self.ttl_s:g} s is over; give the task longer time limits"
         end = self._end(state)
-        return f"its container stopped{end}; last heard: {detail or 'nothing'}"
+        return f"its container stopped{end}; {detail}"
 
     def _end(self, state: dict[str, Any]) -> str:
         """Describe how the container ended, from its state or, once removed, from the engine's recent events."""

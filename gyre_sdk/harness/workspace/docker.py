@@ -9,22 +9,17 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from gyre_sdk.errors import WorkspaceError
+from gyre_sdk.errors import CommandFailed, WorkspaceError
 from gyre_sdk.harness.task import Task, await_healthy
 from gyre_sdk.harness.workspace.channel import SocketChannel
-from gyre_sdk.harness.workspace.container import Container, NotAttached, lifetime, release
+from gyre_sdk.harness.workspace.container import Container, NotAttached, release
 from gyre_sdk.harness.workspace.copying import Copying
 from gyre_sdk.harness.workspace.disk import require_room
 from gyre_sdk.harness.workspace.expose import Exposure
-from gyre_sdk.harness.workspace.hardening import (
-    SUPERVISOR_FOLDER,
-    Phase,
-    host_settings,
-    is_root,
-    memory_folders,
-    user_of,
-)
+from gyre_sdk.harness.workspace.hardening import SUPERVISOR_FOLDER, Phase, host_settings, is_root
 from gyre_sdk.harness.workspace.images import ENTRYPOINT_LABEL, MEMORY, SHELL_LABEL, phase_image
+from gyre_sdk.harness.workspace.last import Last
+from gyre_sdk.harness.workspace.layout import layout_of
 from gyre_sdk.harness.workspace.memory import clear_attributes, pid_of
 from gyre_sdk.harness.workspace.network import Network, plan
 from gyre_sdk.harness.workspace.output import OUTPUT_LIMIT
@@ -35,7 +30,7 @@ from gyre_sdk.harness.workspace.services import ADDRESS, Services
 from gyre_sdk.harness.workspace.snapshots import KEPT_S, WORKDIR_OWNER, remove, take
 from gyre_sdk.harness.workspace.supervised import SupervisedWorkspace
 from gyre_sdk.harness.workspace.supervisor import Supervisor, SupervisorLost, arguments, fresh_name
-from gyre_sdk.harness.workspace.users import ids_of
+from gyre_sdk.records import ExecResult
 
 if TYPE_CHECKING:
     import docker
@@ -72,54 +67,35 @@ class DockerWorkspace(SupervisedWorkspace):
     ) -> None:
         require_room(client, "another workspace")
         image = copying.image if copying else phase_image(client, task, snapshot, phase)
-        user = user_of(task, phase, image.user)
-        workdir = task.workdir or image.workdir
-        ttl_s = ttl_s or lifetime(task)
-        self.network = Network(client, plan(task, phase), run=run_id, ttl_s=ttl_s)
-        variables = {**self.network.variables, **task.env, **(env or {})}
-        if not is_root(user):
-            variables.setdefault("HOME", workdir)
-        uid = ids_of(client, image, user)
-        read_only = read_only or task.read_only
-        self.task, self.phase, self.run_id, self.image = task, phase, run_id, image
-        self._memory = memory_folders(task, uid=uid, workdir=workdir, read_only=read_only)
-        self._uid = uid
-        self._options: dict[str, Any] = {
-            "read_only": read_only,
-            "phase": phase,
-            "env": env,
-            "output_limit": output_limit,
-        }
+        layout = layout_of(client, task, image, phase=phase, read_only=read_only, ttl_s=ttl_s, env=env or {})
+        self.task, self.phase, self.run_id, self.image, self.layout = task, phase, run_id, image, layout
+        self._again: dict[str, Any] = {"read_only": read_only, "phase": phase, "env": env, "output_limit": output_limit}
         self._basis: str | None = None
         self._exposed: dict[int, Exposure] = {}
-        settings = host_settings(
-            task,
-            network=self.network.settings,
-            memory=self._memory,
-            read_only=read_only,
-            cpus_there=os.cpu_count() or 1,
-        )
-        if task.services:
-            settings["extra_hosts"] = {service.name: ADDRESS for service in task.services} | settings.get(
-                "extra_hosts", {}
-            )
+        self._last = Last()
         self._services: Services | None = None
-        prepare = copying.before_start if copying else lambda id: self._give_workdir(client, id, uid, workdir)
+        self.network = Network(client, plan(task, phase), run=run_id, ttl_s=layout.ttl_s)
         try:
             container = Container(
                 client,
                 image,
-                settings,
+                self._settings(),
                 run=run_id,
-                workdir=workdir,
-                ttl_s=ttl_s,
-                prepare=prepare,
+                workdir=layout.workdir,
+                ttl_s=layout.ttl_s,
+                prepare=copying.before_start if copying else lambda id: self._give_workdir(client, id),
                 entrypoint=image.entrypoint if task.entrypoint else (),
             )
         except BaseException:
             self.network.close()
             raise
-        super().__init__(container.id[:12], workdir=workdir, user=user, env=variables, output_limit=output_limit)
+        super().__init__(
+            container.id[:12],
+            workdir=layout.workdir,
+            user=layout.user,
+            env={**self.network.variables, **layout.env},
+            output_limit=output_limit,
+        )
         self.container = container
         try:
             self.network.attach(container.id)
@@ -138,16 +114,55 @@ class DockerWorkspace(SupervisedWorkspace):
             self.close()
             raise
 
-    def _give_workdir(self, client: docker.DockerClient, container: str, uid: str, workdir: str) -> None:
-        """Make the working directory and what the image has there the user's, without running anything inside."""
-        numbers = uid.split(":")
-        if workdir in self._memory or not numbers[0].isdigit():
-            return
-        if self.image.labels.get(WORKDIR_OWNER) == f"{uid} {workdir}" or (self.image.passing and is_root(uid)):
-            return  # it is so already; root does not need it
-        archive = self.image.workdir_for(client, workdir, int(numbers[0]), int(numbers[-1]))
+    def _settings(self) -> dict[str, Any]:
+        settings = host_settings(
+            self.task,
+            network=self.network.settings,
+            memory=self.layout.memory,
+            read_only=self.layout.read_only,
+            cpus_there=os.cpu_count() or 1,
+        )
+        if self.task.services:
+            services = {service.name: ADDRESS for service in self.task.services}
+            settings["extra_hosts"] = services | settings.get("extra_hosts", {})
+        return settings
+
+    def _give_workdir(self, client: docker.DockerClient, container: str) -> None:
+        """Make the working directory the user's, without running anything inside."""
+        archive = self.layout.workdir_to_give(client)
         if archive is not None:
-            client.api.put_archive(container, posixpath.dirname(workdir), archive)
+            client.api.put_archive(container, posixpath.dirname(self.layout.workdir), archive)
+
+    # -- commands ------------------------------------------------------------------------------------------------
+
+    def exec(
+        self,
+        cmd: str,
+        *,
+        timeout: float | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        input: bytes | str | None = None,
+        check: bool = False,
+    ) -> ExecResult:
+        """See `ports.Workspace`. Where root inside has removed the shell, that is the workspace's end, not a command's."""
+        self._last.begins(cmd)
+        result: ExecResult | None = None
+        try:
+            result = super().exec(cmd, timeout=timeout, cwd=cwd, env=env, user=user, input=input)
+            if result.exit_code in (126, 127) and result.stderr.startswith("setsid: "):
+                self._require_shell(user or self.user)
+        finally:
+            self._last.ended(cmd, result)
+        if check and result.exit_code != 0:
+            raise CommandFailed(cmd, result)
+        return result
+
+    def _require_shell(self, user: str) -> None:
+        shell = self._supervisor(user).shell
+        if self._ask(f"[ -x {shell} ]")[0] != 0:
+            self._abandon(f"{shell} inside, which commands are run with, is gone or cannot be run any more")
 
     # -- snapshots -----------------------------------------------------------------------------------------------
 
@@ -175,15 +190,15 @@ class DockerWorkspace(SupervisedWorkspace):
                 self.container.id,
                 self.image,
                 user=self.user,
-                folders=[folder for folder in self._memory if folder != SUPERVISOR_FOLDER],
+                folders=[folder for folder in self.layout.memory if folder != SUPERVISOR_FOLDER],
                 labels={
                     RUN: self.run_id,
-                    WORKDIR_OWNER: f"{self._uid} {self.workdir}",
+                    WORKDIR_OWNER: self.layout.owned,
                     ENTRYPOINT_LABEL: json.dumps(self.image.entrypoint),
                 },
                 deadline=time.time() + ttl_s,
                 keep=keep,
-                read_only=self._options["read_only"],
+                read_only=self.layout.read_only,
             )
         except WorkspaceError as error:
             self._check(str(error))
@@ -200,7 +215,7 @@ class DockerWorkspace(SupervisedWorkspace):
             self._alive()
         client = self.container.client
         try:
-            with Copying(client, self.container.id, self.image, list(self._memory)) as copying:
+            with Copying(client, self.container.id, self.image, list(self.layout.memory)) as copying:
                 return self._another(copying=copying)
         except NotHere:
             pass
@@ -258,7 +273,7 @@ class DockerWorkspace(SupervisedWorkspace):
             raise
 
     def _another(self, **how: Any) -> DockerWorkspace:
-        return DockerWorkspace(self.task, self.container.client, run_id=self.run_id, **self._options, **how)
+        return DockerWorkspace(self.task, self.container.client, run_id=self.run_id, **self._again, **how)
 
     # -- runs one after the other ----------------------------------------------------------------------------------
 
@@ -292,7 +307,7 @@ class DockerWorkspace(SupervisedWorkspace):
         kept = {self.workdir, *self.image.labels.get(MEMORY, "").split()}
         if self.phase == "verifier":
             kept.discard("/tests")  # what the agent put there, or where the reward goes, is not for the evaluation
-        for folder in sorted(kept & self._memory.keys()):
+        for folder in sorted(kept & self.layout.memory.keys()):
             content = self.image.content(self.container.client, folder)
             if content is not None:
                 self._place(posixpath.dirname(folder), content)
@@ -318,7 +333,7 @@ class DockerWorkspace(SupervisedWorkspace):
             raise SupervisorLost(str(error)) from error
 
     def _post_mortem(self, detail: str) -> str | None:
-        return self.container.post_mortem(detail)
+        return self.container.post_mortem(f"{self._last}; the supervisor: {detail}" if detail else str(self._last))
 
     def _remove(self) -> None:
         self._hide()
