@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from gyre_sdk.errors import WorkspaceError
 from gyre_sdk.harness.check import check_task, rehearse
 from gyre_sdk.harness.task import Healthcheck, Service, Step, Task
 from gyre_sdk.harness.task.known import unknown_keys
-from gyre_sdk.harness.workspace import WorkspacePool, open_workspace
+from gyre_sdk.harness.workspace import DockerWorkspace, WorkspacePool, open_workspace
 from gyre_sdk.harness.workspace.reaper import owned
 
 docker = pytest.mark.docker
@@ -286,6 +287,20 @@ def test_services_that_do_not_run(base_image, docker_client, service, words):
         with pytest.raises(WorkspaceError, match=words):
             open_workspace(task)
     assert set(owned(docker_client)) == before
+
+
+@docker
+def test_services_end_with_the_lifetime_of_their_workspace_without_anybody(base_image, docker_client):
+    before = set(owned(docker_client))
+    idle = Service(name="idle", image="gyre/base", command=("sh", "-c", "trap '' TERM; while true; do sleep 1; done"))
+    workspace = DockerWorkspace(Task(instruction="x", services=(idle,)), docker_client, ttl_s=2.0)
+    assert len(set(owned(docker_client)) - before) == 2
+    until = time.monotonic() + 60
+    while set(owned(docker_client)) - before and time.monotonic() < until:
+        time.sleep(0.2)
+    left = set(owned(docker_client)) - before
+    workspace.close()
+    assert not left
 
 
 @docker

@@ -6,14 +6,14 @@ Each runs with the limits of the workspace and no capability, and ends with its 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import docker
 from docker.errors import DockerException
-from docker.types import LogConfig
 
 from gyre_sdk.errors import WorkspaceError
 from gyre_sdk.harness.task import Healthcheck, Service, Task
@@ -23,6 +23,8 @@ from gyre_sdk.harness.workspace.images import ensure_image
 
 ADDRESS = "127.0.0.1"
 """Where a service is reached from the workspace: its own loopback address."""
+_KEPT = 4096
+"""Bytes of what a service prints that are kept."""
 
 
 class Services:
@@ -40,6 +42,7 @@ class Services:
     def __init__(self, client: docker.DockerClient, task: Task, *, main: str, run: str, deadline: float) -> None:
         self._client = client
         self._started: dict[str, str] = {}
+        self._printed: dict[str, _Tail] = {}
         self._settings: dict[str, Any] = {
             **host_settings(
                 task,
@@ -49,8 +52,6 @@ class Services:
                 cpus_there=os.cpu_count() or 1,
             ),
             "cap_add": None,
-            "auto_remove": False,  # what one printed before it ended is the reason to tell
-            "log_config": LogConfig(type="json-file", config={"max-size": "1m"}),
         }
         try:
             for service in task.services:
@@ -90,6 +91,7 @@ class Services:
             )["Id"]
             self._started[service.name] = made
             reaper.watch(id(self), self.close)
+            self._printed[service.name] = _Tail(self._client, made)
             self._client.api.start(made)
         except DockerException as error:
             raise WorkspaceError(
@@ -137,11 +139,29 @@ class Services:
             return False
 
     def _said(self, name: str) -> str:
+        return self._printed[name].text() or "it printed nothing"
+
+
+class _Tail:
+    """The end of what a container prints, followed from before its start: once it has ended it is gone, and its log with it."""
+
+    def __init__(self, client: docker.DockerClient, container: str) -> None:
+        self._kept = b""
+        stream = client.api.attach(container, stdout=True, stderr=True, stream=True)
+        self._reader = threading.Thread(target=self._read, args=(stream,), name="gyre service output", daemon=True)
+        self._reader.start()
+
+    def _read(self, stream: Iterable[bytes]) -> None:
         try:
-            printed: bytes = self._client.api.logs(self._started[name], tail=20)
-        except DockerException:
-            printed = b""
-        return printed.decode(errors="replace").strip()[-600:] or "it printed nothing"
+            for piece in stream:
+                self._kept = (self._kept + piece)[-_KEPT:]
+        except (DockerException, OSError, ValueError):  # the connection ends with the container
+            pass
+
+    def text(self) -> str:
+        """Return it, waiting a little for the rest of a container that has ended."""
+        self._reader.join(1.0)
+        return self._kept.decode(errors="replace").strip()[-600:]
 
 
 def _argv(service: Service, entrypoint: Sequence[str], command: Sequence[str]) -> tuple[str, ...]:
