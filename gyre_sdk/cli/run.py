@@ -83,8 +83,6 @@ def run(
         raise SettingsError(f"--workspace {workspace!r} is not known; give docker, local or auto")
     given = tuple(command or ())
     preset = launch.preset_of(agent, given)
-    if not given and preset.name == "generic":
-        raise SettingsError(f"nothing to run: give a program after --, or --agent {', '.join(launch.PRESETS)}")
     plan = launch.Plan(
         task=tasks.Task.load(task),
         preset=preset,
@@ -96,6 +94,7 @@ def run(
         workspace=workspace,
         group=group or (f"g-{secrets.token_hex(6)}" if runs > 1 else None),
     )
+    launch.check_plan(plan)
     with _service(launch, service, service_key_file, model or [], store, serve_option or []) as client:
         members = list(range(runs))
         if resume:
@@ -133,7 +132,8 @@ class _Shown:
         end, result = made.end, made.result
         status = end.status if end is not None else None
         self.all_completed = self.all_completed and status is RunStatus.COMPLETED
-        reward = end.reward if end is not None and not (result is not None and result.placeholder) else None
+        placed = result is None or result.placeholder
+        reward = end.reward if end is not None and not placed else None
         if reward is None or result is None:
             self._unscored += 1
         else:

@@ -140,7 +140,9 @@ def test_a_background_child_that_holds_the_output_is_not_waited_for(serving: Ser
     ("arguments", "said"),
     [
         (["--agent", "bash"], "--agent 'bash' is not known; give one of claude-code, codex, mini-swe-agent, generic"),
-        ([], "nothing to run: give a program after --"),
+        ([], "there is no command to run; give one after --"),
+        (["--", "/no/such/program"], "'/no/such/program' cannot be run here: there is no such program"),
+        (["--inside", "--", "true"], "no agent can be put into a local workspace; use --workspace docker, or --host"),
         (["--env", "X", "--", "true"], "--env 'X' must be NAME=VALUE"),
         (["--resume", "--", "true"], "--resume needs --group"),
         (["--turns", "0", "--", "true"], "limits: turns = 0; give a number above 0"),
@@ -154,18 +156,6 @@ def test_what_is_wrong_is_said_in_a_line(
     with pytest.raises(SystemExit) as ended:
         main(["run", str(task), "--service", "http://127.0.0.1:9", *host(), *arguments])
     assert ended.value.code == 2 and said in capsys.readouterr().err
-
-
-def test_a_program_that_is_not_there_is_named(serving: Service, task: Path) -> None:
-    said = serving.run(task, *host(), "--", "/no/such/program")
-    assert "agent_error, unscored, no exit code" in said
-    assert "'/no/such/program' cannot be run here: No such file or directory" in said
-
-
-def test_an_agent_for_the_inside_needs_a_container(serving: Service, task: Path) -> None:
-    assert "no agent can be put into it; use --workspace docker, or --host" in serving.run(
-        task, "--workspace", "local", "--", "true"
-    )
 
 
 # -- presets -------------------------------------------------------------------------------------------------------------
@@ -240,7 +230,7 @@ def test_runs_that_stand_are_not_made_again() -> None:
     states = list(RunStatus)
     runs = [record(member, status) for member, status in enumerate(states)]
     left = {states[member] for member in members_left(runs, len(states))}
-    assert left == {RunStatus.CANCELLED, RunStatus.WORKSPACE_ERROR}
+    assert left == {RunStatus.CANCELLED}
     assert members_left([record(0, RunStatus.CANCELLED), record(0, RunStatus.COMPLETED)], 2) == [1]
 
 

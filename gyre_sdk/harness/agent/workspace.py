@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from gyre_sdk.errors import CommandFailed, HookError
+from gyre_sdk.errors import CommandFailed, HookError, WorkspaceError
 from gyre_sdk.events import ToolRan
 from gyre_sdk.harness.agent.context import RunContext
 from gyre_sdk.harness.aio import AsyncWorkspace
 from gyre_sdk.harness.hooks import LaneInfo
-from gyre_sdk.harness.ports import Process, Shell
+from gyre_sdk.harness.ports import Process, Shell, Workspace
 from gyre_sdk.harness.tools import ToolOutput, ToolUse
 from gyre_sdk.records import ExecResult, FileInfo
 
@@ -118,6 +118,21 @@ class LaneWorkspace:
         """See `ports.Workspace`."""
         self._context.workspace.download(path, local)
 
+    def snapshot(self, *, keep: bool = False) -> str:
+        """See `DockerWorkspace.snapshot`."""
+        made: str = self._in_docker("snapshot")(keep=keep)
+        return made
+
+    def fork(self) -> Workspace:
+        """See `DockerWorkspace.fork`; the caller closes what it gives."""
+        forked: Workspace = self._in_docker("fork")()
+        return forked
+
+    def expose(self, port: int) -> tuple[str, int]:
+        """See `DockerWorkspace.expose`."""
+        address: tuple[str, int] = self._in_docker("expose")(port)
+        return address
+
     def kill_all(self) -> None:
         """See `ports.Workspace`."""
         self._context.workspace.kill_all()
@@ -136,6 +151,13 @@ class LaneWorkspace:
         if check and result.exit_code != 0:
             raise CommandFailed(asked["cmd"], result)
         return result
+
+    def _in_docker(self, name: str) -> Any:
+        """Return a method that only containers have."""
+        method = getattr(self._context.workspace, name, None)
+        if method is None:
+            raise WorkspaceError(f"workspace {self.id} has no {name}(); open the session with workspace='docker'")
+        return method
 
     def _bounded(
         self, work: Callable[..., ExecResult], cmd: str, *, timeout: float | None = None, **given: Any

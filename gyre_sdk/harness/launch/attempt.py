@@ -10,10 +10,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
-from gyre_sdk.errors import AgentFailed, GyreError
+from gyre_sdk.errors import AgentFailed, GyreError, SettingsError
 from gyre_sdk.harness.agent import Agent
 from gyre_sdk.harness.hooks import Hooks, RunEnd, RunStart
-from gyre_sdk.harness.launch.host import run_here
+from gyre_sdk.harness.launch.host import require_here, run_here
 from gyre_sdk.harness.launch.inside import HOME, run_inside
 from gyre_sdk.harness.launch.outlet import Stream
 from gyre_sdk.harness.launch.presets import DUMMY_KEY, Access, Preset, command_line
@@ -69,6 +69,19 @@ class Attempt:
     """None where the block never began."""
     error: str | None = None
     """What kept the run from its end, where that was not the agent."""
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse what cannot work for any run, before one is made.
+
+    Raises:
+        SettingsError: there is nothing to run, or its program is not on this machine.
+    """
+    line = command_line(plan.preset, Access("", "", plan.model, HOME), plan.task.instruction, plan.command)
+    if plan.where is Where.HOST:
+        require_here(line[0])
+    elif plan.workspace == "local":
+        raise SettingsError("no agent can be put into a local workspace; use --workspace docker, or --host")
 
 
 def attempt(

@@ -19,7 +19,7 @@ from gyre_sdk.harness.launch.outlet import Outlet
 from gyre_sdk.harness.service import ServiceClient
 from gyre_sdk.records import RunStatus
 
-_GRACE_SECONDS = 12.0
+_GRACE_SECONDS = 6.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

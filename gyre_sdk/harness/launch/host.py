@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import time
@@ -15,6 +16,16 @@ from gyre_sdk.errors import SettingsError
 _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
 _CHUNK = 65_536
+
+
+def require_here(program: str) -> None:
+    """Check that a program can be run on this machine, before any run is made of it.
+
+    Raises:
+        SettingsError: it cannot.
+    """
+    if shutil.which(program) is None:
+        raise SettingsError(f"{program!r} cannot be run here: there is no such program; install it, or give its path")
 
 
 def run_here(

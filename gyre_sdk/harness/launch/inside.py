@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import contextlib
 import shlex
-import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from gyre_sdk.errors import WorkspaceError
 from gyre_sdk.harness.agent import Agent
-from gyre_sdk.records import ExecResult
+from gyre_sdk.harness.ports import Process
 
 HOME = "/tmp/.gyre-agent"
 """Home of the program inside: outside of the working directory, so that its settings are no work product."""
 _LOOK_SECONDS = 0.2
-_CHUNK = 262_144
 
 
 class Start(Protocol):
@@ -54,56 +51,25 @@ def run_inside(
         )
     for name, content in given.files.items():
         workspace.write(f"{HOME}/{name}", content)
-    running = _Running(workspace, shlex.join(given.command), {"HOME": HOME, **given.variables})
-    try:
-        while running.going(_LOOK_SECONDS):
-            check()
-            running.stream(show)
-        running.stream(show)
-        return running.exit_code()
-    except BaseException:
-        with contextlib.suppress(WorkspaceError):
-            workspace.kill_all()
-        raise
+    line = f"exec 2>&1\n{shlex.join(given.command)}"
+    with workspace.start(line, env={"HOME": HOME, **given.variables}) as process:
+        _pump(process, show, check)
+        return int(process.wait())
 
 
-class _Running:
-    """A command in the workspace whose output is read while it runs."""
-
-    def __init__(self, workspace: Any, line: str, variables: Mapping[str, str]) -> None:
-        self._workspace = workspace
-        self._log = f"{HOME}/output.log"
-        self._seen = 0
-        self._result: ExecResult | None = None
-        self._failure: BaseException | None = None
-        self._ended = threading.Event()
-        threading.Thread(target=self._run, args=(line, variables), name="gyre agent", daemon=True).start()
-
-    def _run(self, line: str, variables: Mapping[str, str]) -> None:
+def _pump(process: Process, show: Callable[[bytes], None], check: Callable[[], None]) -> None:
+    """Show output until the program has ended; what holds its output open in the background is not waited for."""
+    while True:
+        check()
         try:
-            self._result = self._workspace.exec(f"exec >{self._log} 2>&1\n{line}", env=variables)
-        except BaseException as error:  # boundary: top of a thread; `exit_code` raises it
-            self._failure = error
-        self._ended.set()
-
-    def going(self, seconds: float) -> bool:
-        """Wait a little for its end; tell whether it still runs."""
-        return not self._ended.wait(seconds)
-
-    def stream(self, show: Callable[[bytes], None]) -> None:
-        """Show what it wrote since the last time."""
-        while True:
-            command = f"tail -c +{self._seen + 1} {self._log} 2>/dev/null | head -c {_CHUNK} | base64"
-            data = base64.b64decode(self._workspace.exec(command, timeout=60.0, cwd="/").stdout)
-            if data:
-                show(data)
-            self._seen += len(data)
-            if len(data) < _CHUNK:
+            text = process.read(timeout=_LOOK_SECONDS)
+        except TimeoutError:
+            if process.poll() is not None:
                 return
-
-    def exit_code(self) -> int:
-        """Return its exit code, once it has ended."""
-        if self._failure is not None:
-            raise self._failure
-        assert self._result is not None
-        return self._result.exit_code
+            continue
+        if not text:
+            break
+        show(text.encode(errors="surrogateescape"))
+    while process.poll() is None:
+        check()
+        time.sleep(_LOOK_SECONDS)
