@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import shlex
 from collections.abc import Mapping
@@ -39,20 +40,33 @@ def entry(folder: str, env: Mapping[str, str], otherwise: str) -> str:
     return code
 
 
-def launching(id: str, slot: str, script: bytes, *, shell: str, entering: str, reads: bool) -> tuple[str, bool]:
+def launching(
+    id: str, slot: str, script: bytes, *, shell: str, entering: str, reads: bool, mark: str
+) -> tuple[str, bool]:
     """Return (code that launches a script by the supervisor, whether the script is a file of its own).
 
     Args:
         slot: name of the command's files in the supervisor's folder: `.s` its script, `.in` its input.
         entering: see `entry`.
         reads: whether there is an input file.
+        mark: what a launcher's events carry.
     """
     long = len(script) > INLINE or b"\0" in script
     code = f"enter() {{\n{entering}}}\n"
     if not long:
         text = shlex.quote(script.decode(errors="surrogateescape"))
         code += f'printf %s {text} >"$D/{slot}.s" || {{ say fail {id} room; exit; }}\n'
-    return code + f"launch {id} {slot} {shell}" + (f' "$D/{slot}.in"' if reads else ""), long
+    return code + f'launch {id} {slot} {shell} "{f"$D/{slot}.in" if reads else ""}" {mark}', long
+
+
+def sent_along(done: str | None) -> tuple[Kept, Kept] | None:
+    """Return the outputs that the event of a command's end (None: it never came) holds itself; None when they are in files."""
+    if done is None or done == "1":
+        return None
+    if done == "0":
+        return (b"", 0), (b"", 0)
+    out, _, err = done.partition(" ")
+    return (base64.b64decode(out[1:]), 0), (base64.b64decode(err[1:]), 0)
 
 
 def result_of(

@@ -47,7 +47,7 @@ def memory_folders(task: Task, *, uid: str, workdir: str, read_only: bool) -> di
     whose = f"uid={numeric[0]},gid={numeric[-1]},mode=755" if numeric else "mode=1777"
     size = f"size={task.disk_mb or max(64, task.memory_mb // 2)}m"
     folders = {
-        SUPERVISOR_FOLDER: "rw,size=64m,mode=1777",
+        SUPERVISOR_FOLDER: "rw,exec,size=64m,mode=1777",
         "/logs": f"rw,{whose},{size}",
         "/tests": f"rw,exec,{whose},{size}",
     }

@@ -37,7 +37,7 @@ clean() {
   done
   for x in "$f0"/*; do [ "$x" = "$D" ] || rm -rf "$x" 2>/dev/null || { echo "file $x"; return 1; }; done
   for x in "$D"/* /dev/mqueue/* /dev/shm/*; do
-    case $x in "$D"/*) rm -rf "$x";; esac
+    case $x in "$D/launcher") continue;; "$D"/*) rm -rf "$x";; esac
     [ -e "$x" ] && { echo "file $x"; return 1; }
   done
   for x in shm msg sem; do

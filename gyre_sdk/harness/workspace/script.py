@@ -13,7 +13,7 @@ Events go to standard error, one short (hence atomic) line each::
     @<nonce> ready <pid> <shell> <open or guarded> keep:<pids> left:<pids>
     @<nonce> started <id> <pid> <leader>    the process that will report the command's end, and the command's first one
     @<nonce> exit <id> <status> <kills>     the command ended; processes of the workspace killed for memory meanwhile
-    @<nonce> done <id> <any output>         both outputs reached their end
+    @<nonce> done <id> <any output>         both outputs reached their end; a launcher sends them along where they are short
     @<nonce> fail <id> <why>                it was not started: `cwd` or `room`
     @<nonce> unfit <missing tools>          no command can be run here
 
@@ -25,6 +25,9 @@ Output of a command goes through pipes, so that it cannot outgrow memory: `dd` c
 first chunks and the last ones are kept. A background child that still holds a pipe keeps a reader that throws its output
 away, so that it is neither blocked nor killed by a closed pipe. The files of a command have the name of a slot, which the
 controller uses again once all of that command has ended: short outputs need no removal.
+
+Where the controller has brought a launcher (launcher.c), that does all this in one process. Its events carry a mark of the
+command instead of the nonce, which nothing that can be looked into ever holds.
 """
 
 from __future__ import annotations
@@ -77,7 +80,7 @@ kill_others() {
 }
 kill_marked() {
   leader=$2 k=0
-  while [ $k -lt 4 ]; do
+  while [ $k -lt 20 ]; do
     hit=
     for p in /proc/[0-9]*; do
       p=${p#/proc/}
@@ -90,6 +93,7 @@ kill_marked() {
     [ -z "$hit" ] && return 0
     { kill -STOP $hit; kill -9 $hit; } 2>/dev/null  # halted first, so that no shell gets to tell of its children's end
     k=$((k+1))
+    [ $k -lt 3 ] || sleep 0.02
   done
   return 1
 }
@@ -128,6 +132,14 @@ killed() {
 }
 launch() {
   f=$D/$2
+  : >"$f.o.100000"
+  : >"$f.e.100000"
+  if [ -n "$L" ] && [ -x "$L" ]; then
+    enter
+    exec "$L" "$1" "$f" "$CAP" "${4:-/dev/null}" 150 "$MEMORY" "$W." "$3" >/dev/null 3<<END
+$5
+END
+  fi
   {
     {
       cd -P /proc/self && self=${PWD#/proc/}
@@ -177,6 +189,7 @@ MEMORY=/dev/null
 for m in /sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control; do
   [ "$HOW" != marked ] && [ -r $m ] && MEMORY=$m
 done
+L=
 STATE=$(state 2>/dev/null)
 say ready $$ "$SH" $guard "keep:$KEEP" "left:$left"
 while IFS=' ' read -r verb id k blocks; do

@@ -14,7 +14,7 @@ from gyre_sdk.harness import cancelling
 from gyre_sdk.harness.aio import AsyncWorkspace
 from gyre_sdk.harness.cancelling import Cancellation, Cancelled
 from gyre_sdk.harness.workspace.archive import tar_of
-from gyre_sdk.harness.workspace.commands import Kept, entry, launching, result_of, script_of
+from gyre_sdk.harness.workspace.commands import Kept, entry, launching, result_of, script_of, sent_along
 from gyre_sdk.harness.workspace.files import Files
 from gyre_sdk.harness.workspace.process import RUNNER, NotStarted, Process, running
 from gyre_sdk.harness.workspace.shell import Shell
@@ -24,9 +24,10 @@ from gyre_sdk.records import ExecResult
 
 _HELD_PIPE = 0.15
 """Seconds that a background child may keep a finished command's output open before it is cut off."""
+_LAUNCHER = 5.0
+"""Seconds that a launcher may take to do so itself."""
 _LOOK_EVERY = 1.0
 """Seconds without news after which a command's wrapper is looked for: the command may have killed it."""
-_NOTHING: tuple[Kept, Kept] = ((b"", 0), (b"", 0))
 _UNKNOWN: tuple[Kept, Kept] = ((b"", None), (b"", None))
 
 
@@ -54,7 +55,13 @@ class SupervisedWorkspace(Supervision, Files):
         script = script_of(cmd)
         entering = entry(self._folder(cwd), {**self._env, **(env or {})}, f"say fail {running.id} cwd")
         code, long = launching(
-            running.id, running.slot, script, shell=supervisor.shell, entering=entering, reads=input is not None
+            running.id,
+            running.slot,
+            script,
+            shell=supervisor.shell,
+            entering=entering,
+            reads=input is not None,
+            mark=running.mark,
         )
         files = {f"{running.slot}.s": script} if long else {}
         if input is not None:
@@ -152,13 +159,15 @@ class SupervisedWorkspace(Supervision, Files):
         """
         deadline = None if timeout is None else began + timeout
         ended: str | None = None
-        status, kills, timed_out, output = None, 0, False, True
-        done = False
+        status, kills, timed_out = None, 0, False
+        done: str | None = None
         try:
-            while not done:
+            while done is None:
                 try:
                     left = _LOOK_EVERY if deadline is None else min(max(0.0, deadline - time.monotonic()), _LOOK_EVERY)
-                    name, value = running.events.get(timeout=_HELD_PIPE if ended is not None else left)
+                    name, value = running.events.get(
+                        timeout=left if ended is None else _LAUNCHER if running.launched else _HELD_PIPE
+                    )
                 except queue.Empty:
                     if ended is not None:
                         break
@@ -166,6 +175,8 @@ class SupervisedWorkspace(Supervision, Files):
                         if not supervisor.is_attended(running) and running.events.empty():
                             ended = "its wrapper was killed"
                             supervisor.kill(running.id, running.leader)
+                            if running.launched:
+                                break
                     elif timed_out:
                         supervisor = self._kill_everything(supervisor, user)
                         break
@@ -178,14 +189,14 @@ class SupervisedWorkspace(Supervision, Files):
                     status, kills = (int(number) for number in value.split())
                     ended = value
                 elif name == "done":
-                    done, output = True, value == "1"
+                    done = value
                 elif name == "cancel":
                     raise Cancelled
                 elif name == "fail":
                     self._not_started(value, cwd)
                 else:
                     raise SupervisorLost(supervisor.heard())
-            kept = self._collect(supervisor, running, done=done, output=output, drop=drop)
+            kept = self._collect(supervisor, running, done, drop)
         except SupervisorLost as lost:
             self._restart(user, supervisor, str(lost))
             kept = _UNKNOWN
@@ -203,14 +214,13 @@ class SupervisedWorkspace(Supervision, Files):
             duration_s=time.monotonic() - began,
         )
 
-    def _collect(
-        self, supervisor: Supervisor, running: Running, *, done: bool, output: bool, drop: bool
-    ) -> tuple[Kept, Kept]:
+    def _collect(self, supervisor: Supervisor, running: Running, done: str | None, drop: bool) -> tuple[Kept, Kept]:
         """Return both outputs; the files of a command whose outputs ended are another's from here on."""
-        kept = _NOTHING
-        if output or drop or not done:
-            kept = supervisor.collect(running, drop=drop or not done)
-        if done:
+        kept = sent_along(done)
+        if drop or kept is None:
+            collected = supervisor.collect(running, drop=drop or done is None)
+            kept = kept or (_UNKNOWN if running.launched and done is None else collected)
+        if done is not None:
             supervisor.release(running)
         return kept
 

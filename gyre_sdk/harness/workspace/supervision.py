@@ -6,10 +6,11 @@ import re
 import threading
 import time
 from collections.abc import Mapping
-from typing import NoReturn, Self
+from typing import ClassVar, NoReturn, Self
 
 from gyre_sdk.errors import WorkspaceError, WorkspaceUnavailable
 from gyre_sdk.harness.workspace.channel import Channel
+from gyre_sdk.harness.workspace.launcher import launcher
 from gyre_sdk.harness.workspace.supervisor import Supervisor, SupervisorLost, SupervisorUnfit
 
 _DYING = re.compile(r"stopped state|not running|no such (container|process)|is restarting", re.IGNORECASE)
@@ -19,6 +20,9 @@ _DYING_LOOKS = 50
 
 class Supervision:
     """Keeps one supervisor per user that commands run as, and says when the workspace is dead."""
+
+    with_launcher: ClassVar[bool] = True
+    """Whether supervisors get the compiled launcher, where it can be had."""
 
     def __init__(self, id: str, *, workdir: str, user: str, env: Mapping[str, str], output_limit: int) -> None:
         self.id = id
@@ -85,9 +89,18 @@ class Supervision:
         if only is None or len(self._supervisors) > 1 or not (only.alive and only.guarded):
             return False
         try:
-            return only.ask("kill_others", timeout=5.0)[0] == 0
+            if only.ask("kill_others", timeout=5.0)[0] != 0:
+                return False
+            self._equip(only)
+            return True
         except SupervisorLost:
             return False
+
+    def _equip(self, supervisor: Supervisor) -> None:
+        """Bring the launcher; where it cannot be had, or there is no room for it, the supervisor launches by itself."""
+        program = launcher() if self.with_launcher else None
+        if program is not None:
+            supervisor.equip(program)
 
     def _kill_everything(self, supervisor: Supervisor, user: str) -> Supervisor:
         """The last resort at a timeout: every process of the user dies."""
@@ -116,6 +129,7 @@ class Supervision:
     def _open(self, user: str, keep: str) -> Supervisor:
         try:
             supervisor = self._start_supervisor(user, keep)
+            self._equip(supervisor)
         except SupervisorUnfit as unfit:
             raise WorkspaceError(
                 f"the image of workspace {self.id} lacks{unfit}; commands are run with these: add them to the image"

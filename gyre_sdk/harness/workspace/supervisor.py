@@ -6,12 +6,16 @@ import itertools
 import queue
 import secrets
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
+from gyre_sdk.harness.workspace.archive import tar_of
 from gyre_sdk.harness.workspace.channel import Channel
 from gyre_sdk.harness.workspace.script import BLOCK, BOOTSTRAP, SUPERVISOR
 
+_START_S = 20.0
+"""Seconds after which a command that did not start, for want of processes, is given up."""
 _ids = itertools.count(1)
 
 
@@ -33,10 +37,15 @@ class Running:
     """Name, inside, of the files of its code and output."""
     wrapper: str = ""
     """Process id, inside, of the subshell that reports the command's end."""
+    mark: str = field(default_factory=lambda: secrets.token_hex(8))
+    """What a launcher's events of this command carry."""
+    launched: bool = False
+    """Whether a launcher runs it: then `done` comes in any case."""
+    asked_at: float = field(default_factory=time.monotonic)
     leader: str = "none"
     """Process id, inside, of the command: the leader of its session."""
     events: queue.SimpleQueue[tuple[str, str]] = field(default_factory=queue.SimpleQueue)
-    """(`exit`, 'status kills'), (`done`, any output), (`fail`, why), (`lost`, ''), (`cancel`, '')."""
+    """(`exit`, 'status kills'), (`done`, 0 or 1 or both outputs), (`fail`, why), (`lost`, ''), (`cancel`, '')."""
 
 
 @dataclass(slots=True)
@@ -85,7 +94,7 @@ class Supervisor:
         self.guarded = False
         self.alive = True
         self._channel = channel
-        self._event_mark = b"@" + nonce + b" "
+        self._nonce = nonce.decode()
         self._answer_mark = b"\n=" + nonce + b" "
         self._part_mark = b"\n~" + nonce + b"\n"
         self._running: dict[str, Running] = {}
@@ -157,7 +166,9 @@ class Supervisor:
         """Tell whether the subshell that will report the command's end still lives: the command may have killed it."""
         with self._lock:
             busy = bool(self._answers)
-        if busy or not running.wrapper:
+        if not running.wrapper:
+            return busy or time.monotonic() < running.asked_at + _START_S
+        if busy:
             return True
         state = f"{{ IFS= read -r st </proc/{running.wrapper}/stat; }} 2>/dev/null"
         return self.ask(f"{state} && case ${{st##*) }} in Z*|X*) false;; *) true;; esac", timeout=10.0)[0] == 0
@@ -183,6 +194,11 @@ class Supervisor:
         """Let another command use the files of one whose outputs ended and were collected."""
         with self._lock:
             self._slots.append(running.slot)
+
+    def equip(self, launcher: bytes) -> None:
+        """Bring a launcher, again where commands could have changed it; it is used if it runs there."""
+        self.ask('tar -xf - -o -C "$D"', data=tar_of({"launcher": launcher}, mode=0o700))
+        self.ask('L=; [ "$("$D/launcher" check 2>/dev/null)" = ok ] && L=$D/launcher')
 
     def forget(self, running: Running) -> None:
         """Drop a command's state here; its late events are ignored."""
@@ -224,30 +240,29 @@ class Supervisor:
                 self._event(line)
 
     def _event(self, line: bytes) -> None:
-        if not line.startswith(self._event_mark):
+        mark, _, said = line.decode(errors="replace").partition(" ")
+        name, _, rest = said.partition(" ")
+        id, _, value = rest.partition(" ")
+        with self._lock:
+            running = self._running.get(id)
+        if mark != f"@{self._nonce}" and (running is None or mark != f"@{running.mark}"):
             self.noise.append(line[:300])
-            return
-        name, _, rest = line[len(self._event_mark) :].decode(errors="replace").partition(" ")
-        if name == "ready":
+        elif name == "ready":
             head, _, self.left = rest.partition(" left:")
             head, _, self.keep = head.partition(" keep:")
             _, self.shell, guarded = head.split()
             self.guarded = guarded == "guarded"
             self._ready.set()
-        elif name == "started":
-            id, wrapper, leader = rest.split(" ")
-            with self._lock:
-                if id in self._running:
-                    self._running[id].wrapper, self._running[id].leader = wrapper, leader
         elif name == "unfit":
             self._unfit = rest.strip()
             self._ready.set()
+        elif running is None:
+            pass  # of a command that was given up
+        elif name == "started":
+            running.wrapper, _, running.leader = value.partition(" ")
+            running.launched = mark == f"@{running.mark}"
         else:
-            id, _, value = rest.partition(" ")
-            with self._lock:
-                running = self._running.get(id)
-            if running is not None:
-                running.events.put((name, value))
+            running.events.put((name, value))
 
     def _answer(self, data: bytes) -> None:
         """Take bytes of answers, each ended by the mark, its id and its status."""
