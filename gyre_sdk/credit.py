@@ -38,6 +38,8 @@ __all__ = [
     "trajectories",
 ]
 
+_INFRASTRUCTURE = "infrastructure"
+"""How the error of a run begins that the model side ended."""
 _ROUNDING_RELATIVE = 1e-9
 _ROUNDING_ABSOLUTE = 1e-12
 """Rewards of a group whose range is within these differ by rounding only."""
@@ -145,7 +147,7 @@ class Tally:
     placeholders: int
     unscored: int
     causes: dict[str, int]
-    """Unscored runs by terminal state."""
+    """Unscored runs by terminal state; those that the model side ended, as `infrastructure`."""
 
     def __str__(self) -> str:
         causes = ", ".join(f"{count} {cause}" for cause, count in sorted(self.causes.items()))
@@ -164,8 +166,13 @@ def tally(runs: Iterable[RunRecord]) -> Tally:
         scored=len(ended) - placeholders - len(unscored),
         placeholders=placeholders,
         unscored=len(unscored),
-        causes=dict(Counter(str(run.status) for run in unscored)),
+        causes=dict(Counter(_cause(run) for run in unscored)),
     )
+
+
+def _cause(run: RunRecord) -> str:
+    failed = run.status is RunStatus.AGENT_ERROR and (run.error or "").startswith(_INFRASTRUCTURE)
+    return _INFRASTRUCTURE if failed else str(run.status)
 
 
 def run_weights(

@@ -61,6 +61,8 @@ class RunEnded(Event, frozen=True, tag=True):
     status: RunStatus
     reward: float | None
     seconds: float
+    placeholder: bool = False
+    """The reward is that of a run that never started: nobody evaluated it."""
 
 
 class GroupClosed(Event, frozen=True, tag=True):

@@ -96,7 +96,14 @@ class Follower:
             if run.status is not RunStatus.RUNNING and run.run not in self._ended and run.ended_at is not None:
                 self._ended.add(run.run)
                 self._running.discard(run.run)
-                yield RunEnded(run.ended_at, run.run, run.status, run.reward, run.ended_at - run.created_at)
+                yield RunEnded(
+                    run.ended_at,
+                    run.run,
+                    run.status,
+                    run.reward,
+                    run.ended_at - run.created_at,
+                    run.placeholder,
+                )
 
 
 class _Training:

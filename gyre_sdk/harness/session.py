@@ -341,7 +341,7 @@ class Session:
                 score.snapshot if score is not None else None,
             )
             self._scoring.record(run, score, lambda: str(self._client.status()["store"]))
-        self._observer(RunEnded(self._clock.time(), run, status, found.reward, seconds))
+        self._observer(RunEnded(self._clock.time(), run, status, found.reward, seconds, found.placeholder))
 
     def _run_end(self) -> RunEnd | None:
         """Return what hooks are told of the end; None where they were not told of a start."""

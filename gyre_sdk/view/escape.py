@@ -48,6 +48,8 @@ def count(number: int) -> str:
     return str(number)
 
 
-def reward(value: float | None) -> str:
-    """Return a reward; an unknown one is `unscored`, never 0."""
+def reward(value: float | None, *, placeholder: bool = False) -> str:
+    """Return a reward; an unknown one is `unscored`, and that of a run that never started `no start`, never 0."""
+    if placeholder:
+        return "no start"
     return "unscored" if value is None else f"{value:.2f}"

@@ -91,6 +91,6 @@ class PlainLines:
             case RunStarted() if state.phase is None:
                 return f"run {visible(event.run, 40)} of {visible(event.task, 60)} started"
             case RunEnded() if state.phase is None:
-                return f"run {visible(event.run, 40)} ended: {event.status}, reward {reward(event.reward)}, {duration(event.seconds)}"
+                return f"run {visible(event.run, 40)} ended: {event.status}, reward {reward(event.reward, placeholder=event.placeholder)}, {duration(event.seconds)}"
             case _:
                 return None

@@ -250,7 +250,8 @@ def _cells(run: RunView, state: State, now: float, page: Page, wide: bool) -> It
     if wide:
         yield count(run.context)
     yield duration(run.seconds if ended else now - run.started_at)
-    yield Text(reward(run.reward) if ended else "", style="bold" if run.reward else "")
+    shown = reward(run.reward, placeholder=run.placeholder) if ended else ""
+    yield Text(shown, style="bold" if run.reward else "")
     if page.width >= _NARROW:
         yield _command_cell(run)
 

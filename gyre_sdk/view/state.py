@@ -57,6 +57,7 @@ class RunView:
     """Latest tool command, raw: escape it."""
     exit_code: int | None = None
     reward: float | None = None
+    placeholder: bool = False
     seconds: float = 0.0
 
 
@@ -218,7 +219,7 @@ class State:
 
     def _run_ended(self, event: RunEnded) -> None:
         self.ended[str(event.status)] += 1
-        if event.reward is not None:
+        if event.reward is not None and not event.placeholder:
             self.scored += 1
             self.reward_sum += event.reward
         run = self.active.pop(event.run, None)
@@ -228,7 +229,8 @@ class State:
             return
         if run.group in self.open_groups:
             self.open_groups[run.group].ended += 1
-        run.status, run.reward, run.seconds, run.last_at = event.status, event.reward, event.seconds, event.at
+        run.status, run.reward, run.placeholder = event.status, event.reward, event.placeholder
+        run.seconds, run.last_at = event.seconds, event.at
         self.finished.append(run)
         if self.phase is not None and self.phase.name != TRAIN and run.split != TRAIN:
             self.phase.runs += 1

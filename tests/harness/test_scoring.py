@@ -78,7 +78,10 @@ def test_no_attack_changes_the_reward(place, name, honest):
     workspace = place(task)
     workspace.exec(f"echo {'fixed' if honest else 'broken'} > app.txt")
     workspace.exec(ATTACKS[name], timeout=20)
-    assert score(task, workspace).reward == (1.0 if honest else 0.0)
+    found = score(task, workspace)
+    assert found.reward == (1.0 if honest else 0.0)
+    if name in ("file first, txt", "symbolic link", "named pipe", "folder"):
+        assert any("/logs/verifier" in note for note in found.tampered), found
 
 
 def test_the_state_counts_at_the_agents_end(place):

@@ -17,6 +17,7 @@ from tree_inputs import case
 import gyre_sdk as gyre
 from gyre_sdk.credit import tally
 from gyre_sdk.errors import ImageMissing, WorkspaceUnavailable
+from gyre_sdk.events import Event, RunEnded
 from gyre_sdk.harness.scoring import POLICY, Retry, evaluate, outcome, stands
 from gyre_sdk.harness.scoring.run import START_RETRIES
 from gyre_sdk.harness.task import Task
@@ -51,8 +52,8 @@ class Lived:
 
     def __init__(self, service: gyre.ServiceClient, store: Path) -> None:
         self.service, self.store = service, store
-        self.names: dict[str, str] = {}
         self.scorings: dict[str, int] = {}
+        self.seen: list[Event] = []
 
     def run(
         self, name: str, verifier: Verifier, block: Callable[[gyre.Agent], None] = lambda agent: None, **options: Any
@@ -63,7 +64,7 @@ class Lived:
             calls.append(1)
             return verifier(workspace)
 
-        values: dict[str, Any] = {"workspace": "local", **options}
+        values: dict[str, Any] = {"workspace": "local", "observer": self.seen.append, **options}
         task = values.pop("task", None) or a_task(name=name, scorer=scorer)
         with suppress(openai.APIError, ImageMissing, ValueError, WorkspaceUnavailable):
             with gyre.session(task, service=self.service, **values) as agent:
@@ -137,6 +138,9 @@ def test_outcome_table(lived: Lived, base_image: str) -> None:
         assert word in (records[name].error or ""), records[name]
     summary = tally(records.values())
     assert (summary.scored, summary.started, summary.placeholders, summary.unscored) == (6, 12, 1, 5)
+    assert summary.causes == {"scorer_error": 2, "workspace_error": 1, "infrastructure": 1, "timed_out": 1}
+    ended = [event for event in lived.seen if isinstance(event, RunEnded)]
+    assert [(event.placeholder, event.reward) for event in ended if event.placeholder] == [(True, 0.0)]
 
 
 @pytest.mark.docker

@@ -22,6 +22,7 @@ from gyre_sdk.events import (
     VersionPublished,
 )
 from gyre_sdk.records import RunStatus
+from gyre_sdk.view.escape import reward
 from gyre_sdk.view.state import State
 
 
@@ -55,6 +56,17 @@ def test_a_run_from_start_to_end():
     assert state.open_groups["g"].ended == 1
     state.apply(GroupClosed(5.0, "g", 1, 1, 0.5, False))
     assert state.open_groups == {} and state.groups == {"too small": 1}
+
+
+def test_a_placeholder_is_told_from_a_zero_that_was_evaluated():
+    state = fold(
+        RunStarted(0, "r", "t", None),
+        RunStarted(0, "s", "t", None),
+        RunEnded(1, "r", RunStatus.WORKSPACE_ERROR, 0.0, 1, placeholder=True),
+        RunEnded(1, "s", RunStatus.COMPLETED, 0.0, 1),
+    )
+    assert (state.scored, state.mean_reward) == (1, 0.0)
+    assert [reward(run.reward, placeholder=run.placeholder) for run in state.finished] == ["no start", "0.00"]
 
 
 def test_unscored_is_not_zero():

@@ -141,8 +141,9 @@ class _Attempts:
             if retained.mode == "shared" and not retained.cleaned:
                 retained.notes += [f"{path}: there before the evaluation; taken away" for path in there]
             retained.cleaned = True
-            env = {**(_SAFE_GIT if retained.mode == "separate" else {}), **task.verifier_env}
-            return evaluate_tests(task, workspace, env=env, left=self._left)
+            apart = retained.mode == "separate"
+            env = {**(_SAFE_GIT if apart else {}), **task.verifier_env}
+            return evaluate_tests(task, workspace, apart=apart, env=env, left=self._left)
 
     def _left(self) -> float | None:
         return None if self._deadline is None else self._deadline - self._clock()

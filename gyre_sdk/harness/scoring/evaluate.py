@@ -58,11 +58,13 @@ def clean(task: Task, workspace: Workspace) -> list[str]:
 
 
 def evaluate_tests(
-    task: Task, workspace: Workspace, *, env: Mapping[str, str], left: Callable[[], float | None]
+    task: Task, workspace: Workspace, *, apart: bool, env: Mapping[str, str], left: Callable[[], float | None]
 ) -> Score:
     """Upload the tests into a clean workspace, run them and read the reward.
 
     Args:
+        apart: the workspace is the evaluation's own. What tests started, or what they ran started, is then killed before the
+            reward is read: it is worth the time where tests run what the agent left.
         env: environment of the tests.
         left: seconds until the overall limit; None without one.
 
@@ -85,7 +87,8 @@ def evaluate_tests(
         raise ScoringError(
             f"task {task.name!r}: the tests ran past their limit of {task.verifier_timeout_s:g} s: {tail(ran)}"
         )
-    workspace.kill_all()  # what the tests started, or what they ran started, writes no reward after them
+    if apart:
+        workspace.kill_all()
     return _read_reward(task, workspace, ran)
 
 
