@@ -85,10 +85,22 @@ class Container:
             raise image_missing(image.name) from error
         except DockerException as error:
             self.remove()
-            raise WorkspaceError(f"a container of image {image.name!r} does not start: {_said(error)}") from error
+            raise self._not_started(image.name, settings.get("runtime"), error) from error
         except BaseException:
             self.remove()
             raise
+
+    def _not_started(self, image: str, runtime: str | None, error: DockerException) -> WorkspaceError:
+        try:
+            there = sorted(self.client.info().get("Runtimes") or {}) if runtime else []
+        except (DockerException, OSError):
+            there = []
+        if there and runtime not in there:
+            return WorkspaceError(
+                f"the Docker engine has no runtime {runtime!r}; it has {', '.join(there)}: install gVisor and register it"
+                " (runsc install, then restart dockerd), or use runtime=None"
+            )
+        return WorkspaceError(f"a container of image {image!r} does not start: {_said(error)}")
 
     def attach(self, argv: list[str], *, user: str) -> socket.socket:
         """Start a process inside and return the socket of its three streams.
