@@ -223,6 +223,15 @@ def test_a_workspace_is_healthy_before_the_agent_gets_it(base_image, docker_clie
     assert set(owned(docker_client)) == before
 
 
+def test_a_local_workspace_has_health_checks_and_no_services():
+    services = (Service(name="db", image="gyre/base"),)
+    with pytest.raises(WorkspaceError, match=r"has services \(db\), which need a Docker engine"):
+        open_workspace(Task(instruction="x", services=services), kind="local")
+    never = Healthcheck(command="echo no; exit 3", interval_s=0.05, retries=2)
+    with pytest.raises(WorkspaceError, match=r"gave exit code 3, 2 times in a row: no"):
+        open_workspace(Task(instruction="x", healthcheck=never), kind="local")
+
+
 WEB = "while true; do echo -e 'HTTP/1.0 200 OK\\r\\n\\r\\nhello' | nc -l -p 8080; done"
 
 

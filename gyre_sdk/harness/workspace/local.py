@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from gyre_sdk.errors import WorkspaceError
-from gyre_sdk.harness.task import Task
+from gyre_sdk.harness.task import Task, await_healthy
 from gyre_sdk.harness.workspace import owner, reaper
 from gyre_sdk.harness.workspace.channel import FifoChannel, ProcessChannel
 from gyre_sdk.harness.workspace.container import lifetime
@@ -62,6 +62,11 @@ class LocalWorkspace(SupervisedWorkspace):
             raise WorkspaceError(
                 f"task {task.name!r} has network {task.network!r}, which a local workspace cannot give it; use kind='docker'"
             )
+        if task.services:
+            raise WorkspaceError(
+                f"task {task.name!r} has services ({', '.join(service.name for service in task.services)}), which need a"
+                " Docker engine; use kind='docker'"
+            )
         self.isolation = isolation or best_isolation()
         if not works(self.isolation):
             raise WorkspaceError(
@@ -91,6 +96,8 @@ class LocalWorkspace(SupervisedWorkspace):
             self._supervisor(self.user)
             for path, data in task.start_files().items():
                 self.write(path, data, mode=0o755 if data.startswith(b"#!") else 0o644)
+            if task.healthcheck is not None:
+                await_healthy(self, task.healthcheck)
         except BaseException:
             self.close()
             raise
