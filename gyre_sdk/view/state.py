@@ -196,7 +196,7 @@ class State:
 
     @property
     def unscored(self) -> int:
-        """Ended runs without a reward."""
+        """Ended runs without an evaluated reward."""
         return self.ended.total() - self.scored
 
     def _run(self, run: str, at: float) -> RunView | None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gyre_sdk.errors import ImageMissing, ScoringError, WorkspaceUnavailable
-from gyre_sdk.harness.scoring import parse_reward, score, score_with_retries
+from gyre_sdk.harness.scoring import parse_reward, prepare, score, score_with_retries
 from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace import DockerWorkspace, Isolation, LocalWorkspace, WorkspacePool, open_workspace
 from gyre_sdk.records import Score
@@ -190,6 +190,21 @@ def test_a_lost_workspace_is_not_a_score(docker_client, base_image):
         open_workspace(Task(instruction="x", image="local/does-not-exist:0"))
     with pytest.raises(ImageMissing, match="gyre sandbox build nothing"):
         open_workspace(Task(instruction="x", image="gyre/nothing"))
+
+
+@pytest.mark.parametrize("where", ["recycled", "local"])
+def test_protected_files_are_as_they_were(pool, where):
+    """Also in `shared` mode, where nothing else is compared with the start."""
+    test = "cat data gone folder/* | tr -d '\\n' > /logs/verifier/reward.txt"
+    files = {"data": "12", "gone": "3", "folder/a": "4", "free": "x"}
+    task = Task(instruction="x", tests={"test.sh": test}, files=files, protected=("data", "gone", "folder"), **LIMITS)
+    with pool.take(task) if where == "recycled" else LocalWorkspace(task) as workspace:
+        seal = prepare(task, workspace)
+        workspace.exec("echo 9 > data; rm gone; echo 5 > folder/b; echo 6 > folder/a; echo y > free; mkdir gone")
+        found = score(task, workspace, seal=seal)
+        assert workspace.read("free") == b"y\n"
+    assert found.reward == 1234.0, found
+    assert {note.split(" ")[1].rpartition("/")[2] for note in found.tampered} == {"data:", "gone:", "a:", "b:"}
 
 
 def test_scorers_in_python(workspace):

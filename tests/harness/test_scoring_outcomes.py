@@ -20,7 +20,7 @@ from gyre_sdk.errors import ImageMissing, WorkspaceUnavailable
 from gyre_sdk.events import Event, RunEnded
 from gyre_sdk.harness.scoring import POLICY, Retry, evaluate, outcome, stands
 from gyre_sdk.harness.scoring.run import START_RETRIES
-from gyre_sdk.harness.task import Task
+from gyre_sdk.harness.task import Artifact, Task
 from gyre_sdk.harness.workspace import DockerWorkspace, WorkspacePool
 from gyre_sdk.journal import Journal
 from gyre_sdk.records import End, RunRecord, RunStatus, Score, ScoreStatus
@@ -184,6 +184,33 @@ def test_evaluations_that_die_are_no_reward(
         assert workspace.exec("true").exit_code == 0  # the agent's own is as it was
     assert (found.reward, found.status, found.evaluations) == (None, ScoreStatus.FAILED, 2)
     assert word in found.explanation, found
+
+
+@pytest.mark.docker
+def test_a_verifier_of_its_own_sees_the_artifacts_alone(docker_client: Any, base_image: str) -> None:
+    docker_client.images.get(base_image).tag("gyre/test-verifier", "1")
+    test = """
+    ls -A /workspace /workspace/out | tr '\\n' ' '
+    id -u; ls -ld /tests | cut -c1-10
+    wc -c < out/number > /logs/verifier/reward.txt
+    """
+    task = Task(
+        instruction="x",
+        tests={"test.sh": test},
+        verifier_image="gyre/test-verifier:1",
+        verifier_user="1234:1234",
+        artifacts=(Artifact("out", exclude=("*.log",)), Artifact("never/made")),
+        files={"given": "only the agent's"},
+        memory_mb=64,
+    )
+    try:
+        with DockerWorkspace(task, docker_client) as workspace:
+            workspace.exec("mkdir out; printf 123 > out/number; touch out/a.log mine")
+            found = evaluate(task, workspace, retries=0)
+    finally:
+        docker_client.images.remove("gyre/test-verifier:1", noprune=True)
+    assert found.reward == 3.0, found
+    assert found.output.split() == ["/workspace:", "out", "/workspace/out:", "number", "1234", "drwxr-xr-x"]
 
 
 def test_the_policy_has_a_row_for_every_end() -> None:

@@ -68,6 +68,8 @@ class Retained:
     snapshot: str | None = None
     client: docker.DockerClient | None = None
     """Of the engine that has the snapshot."""
+    run: str = ""
+    """Goes into the labels of the evaluation's containers."""
     place: Workspace | None = None
     """The workspace itself; None where it is a snapshot."""
     cleaned: bool = False
@@ -102,7 +104,7 @@ class Retained:
 
     def _open(self, task: Task, snapshot: str | None) -> DockerWorkspace:
         assert self.client is not None
-        return DockerWorkspace(task, self.client, snapshot=snapshot, phase="verifier")
+        return DockerWorkspace(task, self.client, run_id=self.run, snapshot=snapshot, phase="verifier")
 
     def _undo(self, workspace: Workspace, workdir: str | None) -> None:
         if self.seal is not None:
@@ -143,7 +145,13 @@ def retain(task: Task, workspace: Workspace, seal: Seal | None, *, keep: bool = 
         notes.append("the workspace began as a snapshot: what was changed of the image's programs before is not seen")
     repaired = system.repair(client, place.container.id, place.image.id, seal.programs if seal else ())
     return Retained(
-        task, seal, "separate", [*notes, *repaired.notes()], snapshot=place.snapshot(keep=keep), client=client
+        task,
+        seal,
+        "separate",
+        [*notes, *repaired.notes()],
+        snapshot=place.snapshot(keep=keep),
+        client=client,
+        run=place.run_id,
     )
 
 
