@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from gyre_sdk.errors import TaskError
-from gyre_sdk.harness.task import SwebenchOptions, TaskSet, swebench_task
+from gyre_sdk.errors import ScoringError, TaskError
+from gyre_sdk.harness.task import SwebenchOptions, Task, TaskSet, swebench_task
 from gyre_sdk.harness.task.swebench import SwebenchScorer, names, touched
 from gyre_sdk.harness.task.testlogs import passed, pytest_outcomes, sympy_outcomes, unittest_outcomes
+from gyre_sdk.harness.workspace import open_workspace
 from gyre_sdk.records import ExecResult
 
 ROWS = Path(__file__).parents[3] / "shared" / "data" / "swebench" / "swebench_verified_5_rows.jsonl"
@@ -142,3 +143,90 @@ def test_partial_credit_is_the_share_of_tests_turned():
     score = grader.grade(ExecResult(exit_code=1, stdout="", stderr=log))
     assert 0 < score.reward == score.parts["fail_to_pass"] < 1 and score.parts["resolved"] == 0
     assert f"of {len(grader.fail_to_pass)} FAIL_TO_PASS" in score.explanation
+
+
+TESTED = """value=$(cat value)
+told() { [ "$1" = "$value" ] && echo "PASSED check.py::$2" || echo "FAILED check.py::$2 - is $value"; }
+told "$value" test_old
+"""
+PATCH = """diff --git a/check.py b/check.py
+--- a/check.py
++++ b/check.py
+@@ -1,3 +1,4 @@
+ value=$(cat value)
+ told() { [ "$1" = "$value" ] && echo "PASSED check.py::$2" || echo "FAILED check.py::$2 - is $value"; }
+ told "$value" test_old
++told 2 test_new
+diff --git a/more/check.py b/more/check.py
+new file mode 100644
+--- /dev/null
++++ b/more/check.py
+@@ -0,0 +1 @@
++grep -q 2 value && grep -q done notes && echo "PASSED more/check.py::test_more" || echo "FAILED more/check.py::test_more"
+"""
+
+
+@pytest.fixture(scope="module")
+def repository():
+    """A workspace with a git repository, and the commit that an instance starts from."""
+    workspace = open_workspace(Task(instruction="x"), kind="local")
+    workspace.write_many({"value": b"1\n", "check.py": TESTED.encode()}, ".")
+    workspace.exec("git init -q . && git add -A && git -c user.name=a -c user.email=a@b commit -qm base", check=True)
+    yield workspace, workspace.exec("git rev-parse HEAD", check=True).stdout.strip()
+    workspace.close()
+
+
+@pytest.mark.parametrize(
+    ("agent", "turned", "kept"),
+    [
+        ("true", 0.0, 1.0),
+        ("echo 2 >value; echo done >notes", 1.0, 1.0),
+        ("echo 2 >value", 0.5, 1.0),
+        ("echo 'echo PASSED check.py::test_new' >check.py; git commit -qam forged", 0.0, 1.0),
+        ("mkdir more; echo 'echo PASSED more/check.py::test_more' >more/check.py", 0.0, 1.0),
+        ("rm check.py; mkdir check.py; ln -s /etc more; echo 2 >value; echo done >notes", 1.0, 1.0),
+        ("echo 'exit 1' >.git/hooks/post-checkout; chmod +x .git/hooks/post-checkout; echo 2 >value", 0.5, 1.0),
+    ],
+)
+def test_a_repository_is_graded_by_its_own_tests_whatever_the_agent_made_of_them(repository, agent, turned, kept):
+    workspace, commit = repository
+    workspace.exec(f"git reset -q --hard {commit}; git clean -qfdx; rm -f .git/hooks/*", check=True)
+    workspace.exec(f"export GIT_AUTHOR_NAME=a GIT_AUTHOR_EMAIL=a GIT_COMMITTER_NAME=a GIT_COMMITTER_EMAIL=a\n{agent}")
+    score = graded(commit)(workspace)
+    assert (score.parts["fail_to_pass"], score.parts["pass_to_pass"]) == (turned, kept), score.output
+    assert score.reward == score.parts["resolved"] == float(turned == 1.0)
+
+
+def graded(commit: str, **changes: str) -> SwebenchScorer:
+    row = {
+        "instance_id": "a__b-1",
+        "problem_statement": "make it 2",
+        "base_commit": commit,
+        "test_patch": PATCH,
+        "FAIL_TO_PASS": ["check.py::test_new", "more/check.py::test_more"],
+        "PASS_TO_PASS": '["check.py::test_old"]',
+    }
+    task = swebench_task(row | changes, SwebenchOptions(test_command="for f in {files}; do sh $f; done"))
+    assert isinstance(task.scorer, SwebenchScorer)
+    return task.scorer
+
+
+def test_what_is_no_fault_of_the_agent_is_no_reward(repository):
+    workspace, commit = repository
+    workspace.exec(f"git reset -q --hard {commit}; git clean -qfdx; rm -f .git/hooks/*", check=True)
+    with pytest.raises(ScoringError, match="'a__b-1': its test files cannot be taken from commit " + "0" * 40):
+        graded("0" * 40)(workspace)
+    with pytest.raises(ScoringError, match="its test patch does not apply"):
+        graded(commit, test_patch=PATCH.replace("\n ", "\n other "))(workspace)
+    task = swebench_task(
+        {
+            "instance_id": "c",
+            "problem_statement": "x",
+            "base_commit": commit,
+            "test_patch": PATCH,
+            "FAIL_TO_PASS": ["a"],
+        },
+        SwebenchOptions(test_command="no-such-runner {files}"),
+    )
+    with pytest.raises(ScoringError, match=r"its test command cannot run: 'no-such-runner check\.py more/check\.py'"):
+        task.scorer(workspace)

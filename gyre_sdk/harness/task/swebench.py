@@ -28,6 +28,7 @@ _NEEDED = ("instance_id", "problem_statement", "test_patch", "FAIL_TO_PASS")
 _TOUCHED = re.compile(r"^diff --git a/(\S+) b/(\S+)$", re.MULTILINE)
 _NO_COMMAND = (126, 127)
 IMAGE = "swebench/sweb.eval.x86_64.{id}:latest"
+TIMEOUT_S = 1800.0
 PYTEST = "python -m pytest -rA --tb=no -p no:cacheprovider {files}"
 _RUNNERS: Mapping[str, tuple[str, str]] = {
     "django/django": ("./tests/runtests.py --verbosity 2 --settings=test_sqlite --parallel 1 {modules}", "unittest"),
@@ -38,6 +39,20 @@ _ACTIVATE = """if [ -f /opt/miniconda3/bin/activate ]; then . /opt/miniconda3/bi
 """
 """The usual images of these instances have their Python in a conda environment of this name."""
 _GIT = "git -c core.hooksPath=/dev/null -c core.fsmonitor=false -c safe.directory='*'"
+
+_APPLY = f"""p=$(mktemp) && cat >"$p" || exit 1
+{_GIT} apply --whitespace=nowarn "$p" 2>/dev/null || patch -p1 --batch --forward <"$p"
+s=$?; rm -f "$p"; exit $s"""
+_TAKE_AWAY = """away() {
+  p=; r=$1
+  while case $r in */*) :;; *) false;; esac; do
+    p=$p${r%%/*}; r=${r#*/}
+    { [ -L "$p" ] || { [ -e "$p" ] && [ ! -d "$p" ]; }; } && rm -rf -- "$p"
+    p=$p/
+  done
+  rm -rf -- "$1"
+}"""
+"""Removes a file, and whatever stands where its folders are to be: a link to elsewhere, for example."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +111,7 @@ def swebench_task(row: Mapping[str, Any], options: SwebenchOptions | None = None
         fail_to_pass=names(row, "FAIL_TO_PASS"),
         pass_to_pass=names(row, "PASS_TO_PASS"),
         reward=options.reward,
+        timeout_s=float(options.fields.get("verifier_timeout_s", TIMEOUT_S)),
     )
     difficulty = row.get("difficulty")
     values: dict[str, Any] = {
@@ -105,6 +121,7 @@ def swebench_task(row: Mapping[str, Any], options: SwebenchOptions | None = None
         "workdir": options.workdir,
         "files": files,
         "scorer": grader,
+        "verifier_timeout_s": grader.timeout_s,
         "solution": {"solve.sh": _SOLVE, "patch.diff": row["patch"]} if row.get("patch") else None,
         "tags": tuple(str(row[key]) for key in ("repo", "subset") if row.get(key)),
         "metadata": {key: row[key] for key in ("repo", "base_commit", "version", "created_at") if key in row}
@@ -153,7 +170,8 @@ class SwebenchScorer:
     fail_to_pass: Sequence[str] = field(repr=False)
     pass_to_pass: Sequence[str] = field(repr=False)
     reward: Literal["resolved", "partial"] = "resolved"
-    timeout_s: float = 1800.0
+    timeout_s: float = TIMEOUT_S
+    """Limit of the tests; what passed until then counts."""
 
     def __call__(self, workspace: Workspace) -> Score:
         """Put the test files back, patch them, run them, and read what they print.
@@ -164,9 +182,7 @@ class SwebenchScorer:
         files = touched(self.test_patch)
         self._put_back(workspace, files)
         self._must(
-            workspace.exec(
-                f"{_GIT} apply --whitespace=nowarn - 2>/dev/null || patch -p1 --batch --forward", input=self.test_patch
-            ),
+            workspace.exec(_APPLY, input=self.test_patch),
             "its test patch does not apply (git or patch must be in the image)",
         )
         runnable = [path for path in files if path.endswith(".py")]
@@ -197,15 +213,17 @@ class SwebenchScorer:
 
     def _put_back(self, workspace: Workspace, files: Sequence[str]) -> None:
         quoted = " ".join(map(shlex.quote, files))
+        self._must(
+            workspace.exec(f'{_TAKE_AWAY}\nfor f in {quoted}; do away "$f"; done'), "its test files cannot be replaced"
+        )
         if not self.base_commit:
-            self._must(workspace.exec(f"rm -rf -- {quoted}"), "its test files cannot be replaced")
             if self.originals:
                 workspace.write_many(self.originals, ".")
             return
         commit = shlex.quote(self.base_commit)
         self._must(
             workspace.exec(
-                f"rm -rf -- {quoted}; for f in {quoted}; do "
+                f"for f in {quoted}; do "
                 f'if {_GIT} cat-file -e {commit}:"$f" 2>/dev/null; then {_GIT} checkout {commit} -- "$f" || exit 1; fi; done; '
                 f"{_GIT} cat-file -e {commit}"
             ),
