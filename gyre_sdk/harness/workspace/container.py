@@ -66,7 +66,8 @@ class Container:
         self.id = ""
         name = owner.container_name()
         try:
-            with _starts:
+            with _starts, reaper.starting:
+                reaper.refuse_when_ending()
                 self.id = client.api.create_container(
                     image.id,
                     name=name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import posixpath
+import threading
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -101,8 +102,9 @@ class DockerWorkspace(SupervisedWorkspace):
             self.network.attach(container.id)
             if copying is not None:
                 copying.after_start(container.id)
-            self._supervisor(self.user)
-            if copying is None:
+                threading.Thread(target=self._get_ready, name="gyre-fork", daemon=True).start()
+            else:
+                self._supervisor(self.user)
                 self._restore()
                 if snapshot is None:
                     self._furnish(task)
@@ -113,6 +115,13 @@ class DockerWorkspace(SupervisedWorkspace):
         except BaseException:
             self.close()
             raise
+
+    def _get_ready(self) -> None:
+        """Start the supervisor of a fork, whose source has shown that one can be, beside whatever its caller does next."""
+        try:
+            self._supervisor(self.user)
+        except WorkspaceError:
+            pass  # the first command meets the same, and tells
 
     def _settings(self) -> dict[str, Any]:
         settings = host_settings(
@@ -151,7 +160,7 @@ class DockerWorkspace(SupervisedWorkspace):
         result: ExecResult | None = None
         try:
             result = super().exec(cmd, timeout=timeout, cwd=cwd, env=env, user=user, input=input)
-            if result.exit_code in (126, 127) and result.stderr.startswith("setsid: "):
+            if result.exit_code in (126, 127) and not result.stdout:
                 self._require_shell(user or self.user)
         finally:
             self._last.ended(cmd, result)

@@ -14,6 +14,7 @@ from types import FrameType
 import docker
 from docker.errors import APIError, DockerException, NotFound
 
+from gyre_sdk.errors import WorkspaceError
 from gyre_sdk.harness.workspace.owner import NAME, OWNER, RUN, is_stale, me
 
 _AT_ONCE = 8
@@ -25,6 +26,7 @@ _open: dict[int, Callable[[], None]] = {}
 _engines: set[str] = set()
 _lock = threading.RLock()
 _installed_in: int | None = None
+_ending = False
 
 
 def watch(key: int, close: Callable[[], None]) -> None:
@@ -34,7 +36,7 @@ def watch(key: int, close: Callable[[], None]) -> None:
         if _installed_in != os.getpid():
             _open.clear()  # a forked child owns nothing of its parent's
             _installed_in = os.getpid()
-            atexit.register(_close_all)
+            atexit.register(_at_exit)
             _install_signals()
         _open[key] = close
 
@@ -45,9 +47,32 @@ def unwatch(key: int) -> None:
         _open.pop(key, None)
 
 
+def refuse_when_ending() -> None:
+    """Keep threads from starting what nobody would remove any more.
+
+    Raises:
+        WorkspaceError: this process is ending.
+    """
+    if _ending:
+        raise WorkspaceError("this process is ending: no workspace can be opened any more")
+
+
 def remember(url: str) -> None:
     """Note an engine that this process may have containers on."""
     _engines.add(url)
+
+
+def _at_exit() -> None:
+    """Close what is open, and remove what other threads were about to start."""
+    global _ending
+    if _installed_in != os.getpid():
+        return
+    _ending = True
+    _close_all()
+    try:
+        _remove_mine_everywhere(at_once=1)  # no thread can be started any more
+    except KeyboardInterrupt:  # told twice to end: what is left ends by its deadline or the next sweep
+        pass
 
 
 def _close_all() -> None:
@@ -79,6 +104,8 @@ def _ended(number: int, frame: FrameType | None) -> None:
     The interrupted thread may hold any lock, also one of a client's connection pool: all is done in another thread, and what
     is on engines by clients of its own.
     """
+    global _ending
+    _ending = True
     cleaning = threading.Thread(target=_remove_mine_everywhere, daemon=True)
     cleaning.start()
     cleaning.join(_PATIENCE)
@@ -89,29 +116,60 @@ def _ended(number: int, frame: FrameType | None) -> None:
     os.kill(os.getpid(), number)
 
 
-def _remove_mine_everywhere() -> None:
+def _remove_mine_everywhere(at_once: int = _AT_ONCE) -> None:
     for url in list(_engines):
         try:
             client = docker.DockerClient(base_url=url, max_pool_size=_AT_ONCE, timeout=_PATIENCE)
-            remove_mine(client)
+            remove_mine(client, at_once=at_once)
             client.close()
         except (DockerException, OSError):  # an engine that does not answer keeps them until their deadline
             pass
 
 
-def remove_mine(client: docker.DockerClient) -> int:
-    """Remove every container of this process, also those that other threads are about to start; return how many."""
+def remove_mine(client: docker.DockerClient, *, at_once: int = _AT_ONCE) -> int:
+    """Remove every container of this process, also those whose start is under way; return how many."""
     count = 0
     quiet = 0
-    with ThreadPoolExecutor(_AT_ONCE) as removing:
-        while quiet < 2:
-            found = owned(client)
-            list(removing.map(lambda container: remove(client, container), found))
-            count += len(found)
-            quiet = 0 if found else quiet + 1
-            if quiet == 1 and _open:
-                time.sleep(0.2)  # a start that was under way when the signal came
+    deadline = time.monotonic() + _PATIENCE
+    while quiet < 2 and time.monotonic() < deadline:
+        found = owned(client)
+        if at_once > 1:
+            with ThreadPoolExecutor(at_once) as removing:
+                list(removing.map(lambda container: remove(client, container), found))
+        else:
+            for container in found:
+                remove(client, container)
+        count += len(found)
+        quiet = 0 if found else quiet + 1
+        if starting.busy and quiet:
+            quiet = 1
+            time.sleep(0.05)
     return count
+
+
+class _Starting:
+    """Counts the containers that are being started by this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are any."""
+        return self._count > 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._count += 1
+
+    def __exit__(self, *exc: object) -> None:
+        with self._lock:
+            self._count -= 1
+
+
+starting = _Starting()
+"""Entered around the creation of a container: a signal's clean-up waits for those under way."""
 
 
 def remove(client: docker.DockerClient, container: str) -> None:

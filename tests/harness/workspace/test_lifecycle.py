@@ -29,7 +29,8 @@ from gyre_sdk.harness.workspace.isolation import best_isolation
 pytestmark = pytest.mark.docker
 
 CHILD = """
-    import os, sys, time
+    import os, sys, threading, time
+    from gyre_sdk.harness.scoring import score
     from gyre_sdk.harness.task import Task
     from gyre_sdk.harness.workspace import WorkspacePool, open_workspace
     task = Task(instruction="x", memory_mb=64)
@@ -37,9 +38,19 @@ CHILD = """
     pool = WorkspacePool(recycle=True)
     pool.take(task).close()
     held = pool.take(task)
+    def open_and_close():
+        while True:
+            open_workspace(task).close()
+    for work in {work}:
+        threading.Thread(target=work, daemon=True).start()
     print("ready", flush=True)
     {what}
 """
+BUSY = """[
+    open_and_close,
+    lambda: held.exec("sleep 600"),
+    lambda: score(Task(instruction="x", verifier_mode="shared", tests={"test.sh": "sleep 600"}, memory_mb=64), pool.take(task)),
+]"""
 WAIT = "one.exec('sleep 600')"
 
 
@@ -47,9 +58,9 @@ def labelled(client, pid):
     return [found["Id"] for found in client.api.containers(all=True, filters={"label": f"gyre.owner_pid={pid}"})]
 
 
-def child(url, what=WAIT):
+def child(url, what=WAIT, work="[]"):
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(CHILD.format(what=what))],
+        [sys.executable, "-c", textwrap.dedent(CHILD).format(what=what, work=work)],
         env={**os.environ, "DOCKER_HOST": url},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -61,12 +72,49 @@ def child(url, what=WAIT):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_signals_remove_the_containers(docker_client, docker_url, base_image, number):
-    process = child(docker_url)
-    assert len(labelled(docker_client, process.pid)) == 2
+    """Of a process that starts one, runs a tool call, and scores, all at that moment."""
+    process = child(docker_url, work=BUSY)
+    time.sleep(0.6)
+    assert len(labelled(docker_client, process.pid)) >= 3
     process.send_signal(number)
     code = process.wait(60)
     assert code == -number or code == 1
     assert labelled(docker_client, process.pid) == []
+
+
+def test_a_second_interrupt_does_not_stop_the_cleaning(docker_client, docker_url, base_image):
+    process = child(docker_url, work=BUSY)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    process.wait(60)
+    assert labelled(docker_client, process.pid) == []
+
+
+def test_what_a_killed_owner_left_ends_by_itself(docker_client, docker_url, base_image):
+    """Nobody sweeps here: every container is gone once its lifetime is over, the exited ones too."""
+    start = """
+from gyre_sdk.harness.task import Task
+from gyre_sdk.harness.workspace import DockerWorkspace
+from gyre_sdk.harness.workspace.engine import connect
+client = connect()
+task = Task(instruction="x", memory_mb=64)
+some = [DockerWorkspace(task, client, ttl_s=5) for _ in range(3)]
+some[1].exec("setsid sh -c 'while :; do sleep 1; done' >/dev/null 2>&1 &")
+print("ready", flush=True)
+some[0].exec("sleep 600")
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", start], env={**os.environ, "DOCKER_HOST": docker_url}, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.kill()
+    process.wait()
+    assert len(labelled(docker_client, process.pid)) >= 1
+    deadline = time.monotonic() + 60
+    while labelled(docker_client, process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 @pytest.mark.parametrize("what", ["raise RuntimeError", "sys.exit(3)", "pass"])
