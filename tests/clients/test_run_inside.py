@@ -104,7 +104,7 @@ def test_without_a_service_it_starts_one(weights: Path, base_image: str, tmp_pat
     """`--model local:PATH`, a shell as the agent, its only tool wget; two runs, one group."""
     task = task_folder(tmp_path / "task")
     ask = (
-        'echo yes > answer; wget -q -O- --header "Authorization: Bearer $OPENAI_API_KEY" --header "Content-Type: application/json"'
+        'cat; echo yes > answer; wget -q -O- --header "Authorization: Bearer $OPENAI_API_KEY" --header "Content-Type: application/json"'
         """ --post-data '{"model": "x", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}'"""
         " $OPENAI_BASE_URL/chat/completions; echo; echo $GYRE_RUN"
     )

@@ -51,7 +51,8 @@ def run_inside(
         )
     for name, content in given.files.items():
         workspace.write(f"{HOME}/{name}", content)
-    line = f"exec 2>&1\n{shlex.join(given.command)}"
+    # Programs that find an open input wait for its end.
+    line = f"exec </dev/null 2>&1\n{shlex.join(given.command)}"
     with workspace.start(line, env={"HOME": HOME, **given.variables}) as process:
         _pump(process, show, check)
         return int(process.wait())
