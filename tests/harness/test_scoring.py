@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gyre_sdk.errors import ImageMissing, ScoringError, WorkspaceUnavailable
+from gyre_sdk.errors import ImageMissing, ScoringError, WorkspaceError, WorkspaceUnavailable
 from gyre_sdk.harness.scoring import parse_reward, prepare, score, score_with_retries
 from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace import DockerWorkspace, Isolation, LocalWorkspace, WorkspacePool, open_workspace
@@ -249,3 +249,9 @@ def test_any_text_is_a_number_or_an_error(text):
             assert isinstance(parse_reward(text, file).reward, float)
         except ScoringError as error:
             assert file in str(error)
+
+
+def test_without_isolation_tests_never_touch_the_machine():
+    """They would be placed at /tests and read /logs of the machine itself."""
+    with pytest.raises(WorkspaceError, match=r"/tests and /logs .* install bubblewrap"):
+        LocalWorkspace(task_with(VERIFIER), isolation=Isolation.NONE)

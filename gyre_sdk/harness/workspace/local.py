@@ -72,6 +72,11 @@ class LocalWorkspace(SupervisedWorkspace):
             raise WorkspaceError(
                 f"isolation {self.isolation.value!r} does not work here; install bubblewrap or util-linux"
             )
+        if self.isolation is Isolation.NONE and task.tests is not None:
+            raise WorkspaceError(
+                f"task {task.name!r} has tests, which read and write /tests and /logs: without isolation those are this"
+                " machine's own; install bubblewrap, use kind='docker', or evaluate it by a Python scorer"
+            )
         sweep_local()
         self.warning = WARNINGS[self.isolation]
         self._root = Path(tempfile.mkdtemp(prefix=_PREFIX))
