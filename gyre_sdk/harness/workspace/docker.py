@@ -179,7 +179,8 @@ class DockerWorkspace(SupervisedWorkspace):
         """Make an image of every file of the workspace; processes are not kept. Returns its name on the engine.
 
         Commands that run meanwhile are halted for that time where the engine is on this machine; elsewhere call
-        `kill_all` first.
+        `kill_all` first. Under gVisor the working directory, /tmp, /logs and /tests are kept for certain, the rest as far as
+        its settings let the engine see it.
 
         Args:
             keep: it outlives this process. Otherwise it is swept once this process is dead.
@@ -199,7 +200,7 @@ class DockerWorkspace(SupervisedWorkspace):
                 self.container.id,
                 self.image,
                 user=self.user,
-                folders=[folder for folder in self.layout.memory if folder != SUPERVISOR_FOLDER],
+                folders=self.layout.unseen,
                 labels={
                     RUN: self.run_id,
                     WORKDIR_OWNER: self.layout.owned,
@@ -251,6 +252,11 @@ class DockerWorkspace(SupervisedWorkspace):
         """
         with self._lock:
             self._alive()
+            if self.layout.own_kernel:
+                raise WorkspaceError(
+                    f"port {port} of workspace {self.id} cannot be exposed: gVisor has a network of its own; run the client"
+                    " inside the workspace, or use runtime=None"
+                )
             if port not in self._exposed:
                 self._exposed[port] = Exposure(self.container.pid(), self.container.id, port)
             return self._exposed[port].address
@@ -325,13 +331,14 @@ class DockerWorkspace(SupervisedWorkspace):
 
     def _start_supervisor(self, user: str, keep: str) -> Supervisor:
         folder = f"{SUPERVISOR_FOLDER}/{fresh_name()}"
+        guarded = None if self.layout.own_kernel else self.image.labels.get(SHELL_LABEL)  # gVisor runs what it can read
         argv = arguments(
             folder,
             half_cap=self._output_limit // 2,
             how="loop" if is_root(user) else "user",
             keep=keep,
             workspace=self.id,
-            shell=(guarded, "sh") if (guarded := self.image.labels.get(SHELL_LABEL)) else ("sh",),
+            shell=(guarded, "sh") if guarded else ("sh",),
         )
         return Supervisor(self._attach(argv, user), folder)
 

@@ -9,7 +9,7 @@ import docker
 
 from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace.container import lifetime
-from gyre_sdk.harness.workspace.hardening import Phase, is_root, memory_folders, user_of
+from gyre_sdk.harness.workspace.hardening import SUPERVISOR_FOLDER, Phase, is_root, memory_folders, user_of
 from gyre_sdk.harness.workspace.images import Image
 from gyre_sdk.harness.workspace.snapshots import WORKDIR_OWNER
 from gyre_sdk.harness.workspace.users import ids_of
@@ -29,6 +29,8 @@ class Layout:
     read_only: bool
     memory: Mapping[str, str]
     """Folder kept in memory -> mount options."""
+    own_kernel: bool
+    """Whether it runs under gVisor, which may keep what is written to itself."""
     env: Mapping[str, str]
     """Variables of every command, besides those of the network."""
 
@@ -36,6 +38,12 @@ class Layout:
     def owned(self) -> str:
         """Value of a snapshot's label for a working directory that is all the user's."""
         return f"{self.ids} {self.workdir}"
+
+    @property
+    def unseen(self) -> list[str]:
+        """Folders whose content the engine does not see, so that it is read from inside."""
+        apart = {self.workdir, "/tmp"} if self.own_kernel else set()
+        return sorted((self.memory.keys() | apart) - {SUPERVISOR_FOLDER})
 
     def workdir_to_give(self, client: docker.DockerClient) -> bytes | None:
         """Return the tar that makes the working directory, and what the image has there, the user's; None when nothing has to."""
@@ -70,4 +78,6 @@ def layout_of(
     if not is_root(user):
         variables.setdefault("HOME", workdir)
     memory = memory_folders(task, uid=ids, workdir=workdir, read_only=read_only)
-    return Layout(image, user, ids, workdir, ttl_s or lifetime(task), read_only, memory, variables)
+    return Layout(
+        image, user, ids, workdir, ttl_s or lifetime(task), read_only, memory, task.runtime is not None, variables
+    )

@@ -15,7 +15,7 @@ import docker
 from docker.errors import DockerException
 
 from gyre_sdk.errors import WorkspaceError
-from gyre_sdk.harness.workspace.overlay import NotHere, copy_tree, folder_of
+from gyre_sdk.harness.workspace.overlay import NotHere, copy_tree, folder_of, shares_kernel
 
 _IN_MEMORY = 16 << 20
 """Bytes of an archive that stay in this process's memory; more goes to a temporary file."""
@@ -27,7 +27,10 @@ def pid_of(client: docker.DockerClient, container: str) -> int:
     Raises:
         NotHere: it is dead, or the engine runs on another machine.
     """
-    pid = int(client.api.inspect_container(container)["State"].get("Pid") or 0)
+    found = client.api.inspect_container(container)
+    if not shares_kernel(found):
+        raise NotHere("the container has a kernel of its own")
+    pid = int(found["State"].get("Pid") or 0)
     try:
         here = container in Path(f"/proc/{pid}/cgroup").read_text() if pid else False
     except OSError:

@@ -12,10 +12,11 @@ import platform
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import docker
 from docker.errors import DockerException
@@ -34,11 +35,19 @@ def upper_folder(client: docker.DockerClient, container: str) -> Path | None:
     if os.geteuid() != 0 or not client.api.base_url.startswith("http+docker://"):
         return None
     try:
-        driver = client.api.inspect_container(container)["GraphDriver"]
+        found = client.api.inspect_container(container)
+        driver = found["GraphDriver"]
     except (DockerException, OSError, KeyError):
+        return None
+    if not shares_kernel(found):
         return None
     place = Path((driver.get("Data") or {}).get("UpperDir") or "/nonexistent")
     return place if driver.get("Name") == "overlay2" and place.is_dir() and can_copy() else None
+
+
+def shares_kernel(found: Mapping[str, Any]) -> bool:
+    """Tell whether an inspected container's files and processes are this kernel's; gVisor keeps them to itself."""
+    return "runsc" not in str((found.get("HostConfig") or {}).get("Runtime"))
 
 
 @cache

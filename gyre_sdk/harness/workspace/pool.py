@@ -135,7 +135,9 @@ class WorkspacePool:
         if task.services or task.healthcheck or (task.entrypoint and image.entrypoint):
             return None, False  # started once, for one run
         limits = (task.cpus, task.memory_mb, task.pids, task.disk_mb, task.profile, task.runtime, task.read_only)
-        return (image.id, user, task.workdir, limits, plan(task)), self._recycle and not is_root(user)
+        return (image.id, user, task.workdir, limits, plan(task)), self._recycle and not is_root(
+            user
+        ) and task.runtime is None
 
     def prepare(self, task: Task, count: int) -> None:
         """Start containers ahead, in the background: a `take` of this task, or of one like it, then finds one ready.

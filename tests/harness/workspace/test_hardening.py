@@ -142,8 +142,13 @@ def test_users_by_name_and_number(docker_client, tmp_path, base_image):
 
 def test_a_runtime_that_the_engine_does_not_have_is_named(docker_client, base_image):
     if "runsc" in docker_client.info()["Runtimes"]:
-        with DockerWorkspace(Task(instruction="x", runtime="runsc"), docker_client) as workspace:
+        with DockerWorkspace(Task(instruction="x", runtime="runsc", files={"a": "1"}), docker_client) as workspace:
             assert "gVisor" in workspace.exec("dmesg").stdout
+            workspace.exec("echo 2 >b; echo 3 >/tmp/c")
+            with workspace.fork() as fork:
+                assert fork.exec("cat a b /tmp/c").stdout == "12\n3\n"
+            with pytest.raises(WorkspaceError, match="gVisor has a network of its own"):
+                workspace.expose(80)
         return
     with pytest.raises(WorkspaceError, match=r"no runtime 'runsc'; it has .*runc: install gVisor.*runtime=None"):
         DockerWorkspace(Task(instruction="x", runtime="runsc"), docker_client)
