@@ -17,7 +17,7 @@ from proxy_engine import Finish, ScriptedEngine, Tokens, Wait
 from session_kit import QUESTION, a_task, ask, stored
 
 import gyre_sdk as gyre
-from gyre_sdk.errors import ImageMissing, ServiceError, SettingsError, WorkspaceUnavailable
+from gyre_sdk.errors import ImageMissing, ServiceError, SettingsError, WorkspaceError, WorkspaceUnavailable
 from gyre_sdk.events import Event, LaneOpened, RunEnded, RunStarted, ToolRan
 from gyre_sdk.harness.agent import Lane
 from gyre_sdk.harness.limits import classify
@@ -151,6 +151,24 @@ def test_missing_image_is_a_placeholder_not_a_score(
             pass
     run, _, calls = stored(tmp_path)
     assert (run.status, run.reward, run.placeholder, calls) == (RunStatus.WORKSPACE_ERROR, 0.0, True, [])
+
+
+def test_a_lane_forks_and_snapshots_its_container(
+    service: gyre.ServiceClient, base_image: str, docker_client: Any
+) -> None:
+    with gyre.session(a_task(), service=service) as agent:
+        agent.workspace.write("answer", "yes")
+        forked = agent.workspace.fork()
+        try:
+            assert forked.read("answer") == b"yes"
+        finally:
+            forked.close()
+        snapshot = agent.workspace.snapshot()
+        docker_client.images.remove(snapshot)
+    assert agent.result.reward == 1.0
+    with gyre.session(a_task(), service=service, workspace="local") as agent:
+        with pytest.raises(WorkspaceError, match=r"has no snapshot\(\); open the session with workspace='docker'"):
+            agent.workspace.snapshot()
 
 
 def test_own_score_wins_and_is_asked_once(service: gyre.ServiceClient) -> None:
