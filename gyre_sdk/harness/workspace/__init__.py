@@ -17,7 +17,8 @@ from gyre_sdk.harness.workspace.engine import shared_client
 from gyre_sdk.harness.workspace.hardening import Phase
 from gyre_sdk.harness.workspace.isolation import Isolation
 from gyre_sdk.harness.workspace.local import LocalWorkspace, sweep_local
-from gyre_sdk.harness.workspace.pool import PooledWorkspace, WorkspacePool
+from gyre_sdk.harness.workspace.pool import WorkspacePool
+from gyre_sdk.harness.workspace.pooled import PooledWorkspace
 from gyre_sdk.harness.workspace.sweeping import Swept, sweep
 
 AnyWorkspace = DockerWorkspace | LocalWorkspace | PooledWorkspace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import urllib.request
 from dataclasses import replace
 
 import pytest
@@ -148,10 +149,16 @@ def test_a_pooled_workspace_is_snapshotted_and_forked(docker_client, base_image)
         workspace.exec("echo 2 >b")
         with workspace.fork() as fork:
             assert fork.exec("cat a b").stdout == "12\n"
+        workspace.exec("mkdir www; echo hello >www/index.html; httpd -p 127.0.0.1:8000 -h www")
+        address = workspace.expose(8000)
+        with urllib.request.urlopen(f"http://{address[0]}:{address[1]}/", timeout=20) as answer:
+            assert answer.read() == b"hello\n"
         name = workspace.snapshot()
         [found] = [one for one in snapshots.snapshots(docker_client) if one.id == name]
         assert (found.run, found.keep) == ("r7", False)
         workspace.close()
+        with pytest.raises(OSError):
+            urllib.request.urlopen(f"http://{address[0]}:{address[1]}/", timeout=20)
         with open_workspace(Task(instruction="x", memory_mb=64), kind=pool, snapshot=name) as opened:
             assert opened.exec("cat b").stdout == "2\n"
         snapshots.remove(docker_client, name)
