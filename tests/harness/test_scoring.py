@@ -253,5 +253,5 @@ def test_any_text_is_a_number_or_an_error(text):
 
 def test_without_isolation_tests_never_touch_the_machine():
     """They would be placed at /tests and read /logs of the machine itself."""
-    with pytest.raises(WorkspaceError, match=r"/tests and /logs .* install bubblewrap"):
+    with pytest.raises(WorkspaceError, match=r"/tests and /logs: .* install bubblewrap"):
         LocalWorkspace(task_with(VERIFIER), isolation=Isolation.NONE)
