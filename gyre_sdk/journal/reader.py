@@ -66,8 +66,9 @@ class Reader(CallReader):
         rows = self._rows(f"SELECT {_LANE} FROM lane WHERE key_digest=?", (key_digest,))
         return _lane(rows[0]) if rows else None
 
-    def call_summaries(self, after: int = 0) -> list[CallSummary]:
-        """Return calls with `seq` above `after`, without tokens; open ones included."""
+    def call_summaries(self, after: int = 0, run: str | None = None) -> list[CallSummary]:
+        """Return calls with `seq` above `after`, of one run or of all, without tokens; open ones included."""
+        where, values = ("", (after,)) if run is None else (" AND run=?", (after, run))
         return [
             CallSummary(
                 seq=row[0],
@@ -83,8 +84,8 @@ class Reader(CallReader):
             )
             for row in self._rows(
                 "SELECT seq, call, run, lane, role, status, prompt_len, sampled_len, versions, ended_at FROM call"
-                " WHERE seq>? ORDER BY seq",
-                (after,),
+                f" WHERE seq>?{where} ORDER BY seq",
+                values,
             )
         ]
 

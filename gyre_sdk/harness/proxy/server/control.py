@@ -278,9 +278,8 @@ class Control:
         text = request.query.get("after", "0")
         if not text.isascii() or not text.isdigit() or len(text) > 18:
             raise ProtocolError(f"after is {text!r}; it must be a sequence number", param="after")
-        found = await asyncio.to_thread(self._services.journal.call_summaries, int(text))
         run = request.query.get("run")
-        return _json({"calls": [call for call in found if run is None or call.run == run]})
+        return _json({"calls": await asyncio.to_thread(self._services.journal.call_summaries, int(text), run)})
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
