@@ -88,8 +88,8 @@ class Server:
         self.log: list[tuple[str, str, Any, int]] = []
         self.go = threading.Event()
         """Lets `/v1/wait` go on."""
-        self.dropped = threading.Event()
-        """Set when a client left `/v1/wait` or `/v1/deaf` before its answer."""
+        self.arrived, self.dropped = threading.Event(), threading.Event()
+        """Set when a client came to `/v1/wait` or `/v1/deaf`, and when it left before its answer."""
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
 
@@ -117,6 +117,8 @@ class Server:
         await server.shutdown(0.1)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.path in ("/v1/deaf", "/v1/wait"):
+            self.arrived.set()
         if request.path == "/v1/deaf":
             return await self._until_dropped()
         size = 0

@@ -56,10 +56,12 @@ done
 """Reads ports to listen on; writes `up.PORT` or `taken.PORT`, then `PORT.NUMBER` for every connection."""
 _CARRY = f"""
 cd {_FOLDER}; exec 3<&0
+read -r go
 {_COPY} <&3 >$1.down 2>/dev/null & w=$!
 {_COPY} <$1.up 2>/dev/null
 kill $w 2>/dev/null; rm -f $1.up $1.down
 """
+"""Carries one connection once it reads a line: bytes that come with the engine's answer to the exec are lost in docker-py."""
 
 
 class Helper:
@@ -218,6 +220,7 @@ class Helper:
         try:
             serving.hand(theirs)
             stream.open(from_inside)
+            stream.send(b"go\n")
             while data := ours.recv(_PIECE):
                 stream.send(data)
             stream.end_input()
