@@ -121,7 +121,8 @@ def test_a_broken_stream_is_continued_on_another_replica(
     model: Path, tmp_path: Path, ending: list[Step], stream: bool
 ) -> None:
     """proxy-done-without-finish, with engine b."""
-    first: list[Step] = [Tokens([331, 32]), Tokens([333]), Wait(0.05), *ending]
+    there = threading.Event()
+    first: list[Step] = [Tokens([331, 32]), Tokens([333]), Wait(there), *ending]
     second: list[Step] = [Tokens([334, 35]), Tokens([260]), Finish()]
     with ScriptedEngine(lambda request, number: first, 1) as a, ScriptedEngine(lambda request, number: second, 1) as b:
         with running(model, tmp_path / "s.db", a.url, template=toy_template(PIECES)) as proxy:
@@ -134,6 +135,7 @@ def test_a_broken_stream_is_continued_on_another_replica(
                 time.sleep(0.005)
             a.healthy = False
             proxy.control.put("/replicas", json={"replicas": [{"url": b.url, "version": 1}]})
+            there.set()
             asking.join()
             [call] = proxy.calls()
             with proxy.journal() as journal:
