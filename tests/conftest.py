@@ -16,7 +16,7 @@ _TOGETHER = ("real_vllm", "examples", "clients", "trainer")
 """Folders whose tests share what takes long to start; in the order in which they are begun."""
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep tests that share a server, a trained policy or a module's fixtures in one process, the longest first."""
 

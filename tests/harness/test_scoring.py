@@ -255,3 +255,20 @@ def test_without_isolation_tests_never_touch_the_machine():
     """They would be placed at /tests and read /logs of the machine itself."""
     with pytest.raises(WorkspaceError, match=r"/tests and /logs: .* install bubblewrap"):
         LocalWorkspace(task_with(VERIFIER), isolation=Isolation.NONE)
+
+
+def test_an_evaluation_in_place_has_the_verifiers_network(docker_client, base_image):
+    """The agent's egress proxy is gone while tests run, and there again for the step that follows."""
+    ask = "wget -O- http://127.0.0.1:8112/ 2>&1"
+    task = Task(
+        instruction="x",
+        network="allowlist",
+        allowed_hosts=("example.org",),
+        verifier_network="none",
+        verifier_mode="shared",
+        tests={"test.sh": f"if {ask} | grep -q refused; then echo 1; else echo 0; fi >/logs/verifier/reward.txt"},
+    )
+    with DockerWorkspace(task, docker_client) as workspace:
+        assert "returned error" in workspace.exec(ask).stdout
+        assert score(task, workspace).reward == 1.0
+        assert "returned error" in workspace.exec(ask).stdout

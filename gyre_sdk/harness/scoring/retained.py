@@ -116,7 +116,11 @@ class Retained:
         self._settled = True
 
     def close(self, *, keep: bool = False) -> None:
-        """Let go; the snapshot is removed unless it is kept."""
+        """Let go; the snapshot is removed unless it is kept. A workspace that is evaluated in is its agent's again."""
+        with suppress(WorkspaceError):  # it died
+            place = self.place.inner if isinstance(self.place, PooledWorkspace) else self.place
+            if isinstance(place, DockerWorkspace):
+                place.enter("agent")
         if self.snapshot is not None and self.client is not None and not keep:
             with suppress(DockerException, OSError):  # its deadline, or the next sweep, removes it then
                 remove(self.client, self.snapshot)
@@ -137,6 +141,8 @@ def retain(task: Task, workspace: Workspace, seal: Seal | None, *, keep: bool = 
     place = workspace.inner if isinstance(workspace, PooledWorkspace) else workspace
     if task.verifier_mode == "shared" or not isinstance(place, DockerWorkspace):
         workspace.kill_all()
+        if isinstance(place, DockerWorkspace):
+            place.enter("verifier")
         return Retained(task, seal, "shared", place=workspace)
     notes = _left(workspace)
     place.kill_all()
