@@ -1,90 +1,203 @@
-"""Costs of a workspace on this machine: `python benchmarks/workspace.py`. Prints median and minimum, in milliseconds."""
+"""What a workspace costs: gyre's beside the engine's own ways and other projects', on one image and one engine.
+
+    python benchmarks/workspace.py [--peers] [--quick] [--only commands,cycle,many,fork,runs]
+
+Every system is a process of its own, with its own client; they are measured in turn within every round, and figures are medians
+over all rounds. `--peers` installs the compared packages, pinned, each into an environment of its own under
+`~/.cache/gyre/bench`; a peer that cannot be installed or started is named in `problems`. The image is a minimal Debian with
+Python, made once with debootstrap. Prints one JSON object, and a table on standard error. Uses the engine that answers, else one
+of its own.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-from gyre_sdk.harness.scoring import score
-from gyre_sdk.harness.task import Task
-from gyre_sdk.harness.workspace import DockerWorkspace, WorkspacePool, engine
-from gyre_sdk.harness.workspace.sandboxes import build_sandbox
+from proxy.children import Child, ChildError
+from workspaces import runs, systems
+from workspaces.systems import DOCKER_PY, EXECUTE, OURS, SHELL, TABLE
 
-TASK = Task(
-    instruction="x",
-    memory_mb=256,
-    files={"app.txt": "broken"},
-    tests={
-        "test.sh": "grep -q fixed app.txt && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt"
-    },
-)
+from gyre_sdk.harness.workspace import engine
 
-
-def show(name: str, act: Callable[[], object], times: int) -> None:
-    took = []
-    for _ in range(times):
-        began = time.perf_counter()
-        act()
-        took.append(1e3 * (time.perf_counter() - began))
-    print(f"{name:42} {statistics.median(took):8.1f} {min(took):8.1f}")
-
-
-def measure() -> None:
-    client = engine.shared_client()
-    build_sandbox(client, "base")
-    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n{'':42} {'median':>8} {'min':>8}  ms")
-    show("start, first exec, remove", lambda: _once(client), 8)
-    with DockerWorkspace(TASK, client) as workspace:
-        show("exec true", lambda: workspace.exec("true"), 200)
-        show("exec echo", lambda: workspace.exec("echo hi"), 200)
-        show("exec with 1 MB of output", lambda: workspace.exec("head -c 1000000 /dev/zero | tr '\\0' x"), 20)
-        show("write 1 KB", lambda: workspace.write("a", b"x" * 1000), 50)
-        show("read 1 KB", lambda: workspace.read("a"), 50)
-        show("kill_all", workspace.kill_all, 50)
-        show("score", lambda: score(TASK, workspace), 30)
-    with WorkspacePool(recycle=True) as pool:
-        held = [pool.take(TASK)]
-
-        def turn() -> None:
-            held.pop().close()
-            held.append(pool.take(TASK))
-
-        show("give back, clean, take again", turn, 50)
-
-        def run(_: int) -> None:
-            with pool.take(TASK) as workspace:
-                for _ in range(4):
-                    workspace.exec("echo fixed > app.txt; ls")
-                assert score(TASK, workspace).reward == 1.0
-
-        with ThreadPoolExecutor(8) as threads:
-            list(threads.map(run, range(16)))
-            began = time.perf_counter()
-            list(threads.map(run, range(200)))
-            print(f"{'runs of 4 commands and a score, 8 at once':42} {200 / (time.perf_counter() - began):8.1f} runs/s")
-
-
-def _once(client: object) -> None:
-    with DockerWorkspace(TASK, client) as workspace:  # type: ignore[arg-type]
-        workspace.exec("true")
+_SECTIONS = ("commands", "cycle", "many", "fork", "runs")
+_COMMANDS = {"true": 15, "echo": 10, "megabyte": 3}
+"""Commands that are timed, with how many of each in a round."""
+_MANY = 20
 
 
 def main() -> None:
-    """Measure on the engine that answers, else on a private one."""
+    """Measure the sections asked for and print the result."""
+    options = _options()
+    result: dict[str, Any] = {
+        "quick": options.quick,
+        "cores": os.cpu_count(),
+        "load": [round(os.getloadavg()[0], 1)],
+        "problems": {},
+    }
+    rounds = 1 if options.quick else options.rounds
+    names = [OURS, SHELL, DOCKER_PY, "docker CLI"] if not options.peers else list(TABLE)
+    with _engine():
+        systems.make_image()
+        with systems.running(names, result["problems"]) as children:
+            measure = {
+                "commands": lambda: _commands(children, rounds, result["problems"]),
+                "cycle": lambda: _cycles(children, rounds, result["problems"]),
+                "many": lambda: _many(children, 4 if options.quick else _MANY, result["problems"]),
+                "fork": lambda: round(statistics.median(children[OURS].ask(f"fork {min(3, rounds)}")), 1),
+                "runs": lambda: runs.measure(options.quick),
+            }
+            for section in options.only:
+                _say(f"measuring {section}")
+                result[section] = measure[section]()
+    result["load"].append(round(os.getloadavg()[0], 1))
+    result["aims"] = _aims(result)
+    _table(result)
+    print(json.dumps(result))
+
+
+@contextmanager
+def _engine() -> Iterator[None]:
     if engine.answers():
-        measure()
+        yield
         return
     with tempfile.TemporaryDirectory(prefix="gyre-bench-") as folder:
         private = engine.start_private_engine(folder)
         os.environ["DOCKER_HOST"] = private.url
         try:
-            measure()
+            yield
         finally:
             private.stop()
+            _unmount(folder)
+
+
+def _unmount(folder: str) -> None:
+    """Let go of what a container with the host's network made the engine mount, and forget."""
+    for row in Path("/proc/mounts").read_text().splitlines():
+        if (place := row.split()[1]).startswith(folder):
+            subprocess.run(["umount", "-l", place], check=True)
+
+
+def _commands(children: dict[str, Child], rounds: int, problems: dict[str, str]) -> dict[str, dict[str, float]]:
+    """Return, per command, each system's median milliseconds."""
+    times: dict[str, dict[str, list[float]]] = {command: {} for command in _COMMANDS}
+    for turn in range(rounds):
+        for command, count in _COMMANDS.items():
+            for name, child in _turned(children, turn):
+                if name not in problems:
+                    times[command].setdefault(name, []).extend(
+                        _ask(child, name, f"run {command} {count}", problems) or []
+                    )
+    return {command: _medians(found) for command, found in times.items()}
+
+
+def _cycles(children: dict[str, Child], rounds: int, problems: dict[str, str]) -> dict[str, float]:
+    """Return each system's median milliseconds of start, first command and removal."""
+    times: dict[str, list[float]] = {}
+    for turn in range(rounds):
+        for name, child in _turned(children, turn):
+            if name not in problems:
+                times.setdefault(name, []).extend(_ask(child, name, "cycle 1", problems) or [])
+    return _medians(times)
+
+
+def _many(children: dict[str, Child], count: int, problems: dict[str, str]) -> dict[str, float]:
+    """Return each system's seconds until `count` workspaces, started at once, have all run a command."""
+    found = {}
+    for name, child in children.items():
+        took = _ask(child, name, f"many {count}", problems) if name not in problems else None
+        if took is not None:
+            found[name] = round(took / 1e3, 2)
+    return found
+
+
+def _turned(children: dict[str, Child], turn: int) -> list[tuple[str, Child]]:
+    """Return the systems in another order each time: what one leaves behind must not always meet the same next one."""
+    items = list(children.items())
+    at = turn % len(items)
+    return items[at:] + items[:at]
+
+
+def _ask(child: Child, name: str, line: str, problems: dict[str, str]) -> Any:
+    try:
+        return child.ask(line)
+    except (ChildError, OSError) as error:
+        problems[name] = f"{line}: {error}"
+        return None
+
+
+def _medians(times: dict[str, list[float]]) -> dict[str, float]:
+    return {name: round(statistics.median(found), 2) for name, found in times.items() if found}
+
+
+def _aims(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return every aim that this run measured: its name, the value, the limit, and whether it holds."""
+    aims: list[dict[str, Any]] = []
+
+    def aim(name: str, value: float | None, limit: float | None) -> None:
+        if value is not None and limit is not None:
+            aims.append({"aim": name, "value": value, "limit": limit, "met": value <= limit})
+
+    commands, cycle, many = (result.get(section, {}) for section in ("commands", "cycle", "many"))
+    if commands:
+        aim("warm true, ms", commands["true"].get(OURS), 5.0)
+        aim("warm true, against SWE-ReX's execute, ms", commands["true"].get(OURS), commands["true"].get(EXECUTE))
+        aim("1 MB of output, ms", commands["megabyte"].get(OURS), 25.0)
+    if cycle:
+        aim("start, command, remove, against docker-py, ms", cycle.get(OURS), cycle.get(DOCKER_PY))
+    if many and not result["quick"]:
+        aim("20 workspaces at once, s", many.get(OURS), 4.0)
+    aim("fork with 100 MB changed, ms", result.get("fork"), 300.0)
+    return aims
+
+
+def _table(result: dict[str, Any]) -> None:
+    columns = {
+        **{f"{command}, ms": cells for command, cells in result.get("commands", {}).items()},
+        "start to removed, ms": result.get("cycle", {}),
+        "20 at once, s": result.get("many", {}),
+    }
+    shown = {title: cells for title, cells in columns.items() if cells}
+    if shown:
+        _say("".join(f"{title:>22}" for title in ("system", *shown)))
+        for name in TABLE:
+            cells = [str(cells.get(name, "-")) for cells in shown.values()]
+            if any(cell != "-" for cell in cells):
+                _say("".join(f"{cell:>22}" for cell in (name, *cells)))
+    for name, value in result.get("runs", {}).items():
+        _say(f"{name}: {value}")
+    for item in result["aims"]:
+        _say(f"{'met   ' if item['met'] else 'MISSED'}  {item['aim']}: {item['value']} (limit {item['limit']})")
+    for name, problem in result["problems"].items():
+        _say(f"not measured: {name}: {problem}")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+
+
+def _options() -> argparse.Namespace:
+    def wanted(text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := [name for name in names if name not in _SECTIONS]:
+            raise argparse.ArgumentTypeError(f"no section {', '.join(unknown)}; choose from {', '.join(_SECTIONS)}")
+        return names
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", action="store_true", help="other projects too")
+    parser.add_argument("--quick", action="store_true", help="one short round: shows that it works, measures nothing")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", type=wanted, default=list(_SECTIONS), metavar="SECTION,...")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

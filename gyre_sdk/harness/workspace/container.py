@@ -16,6 +16,7 @@ from gyre_sdk.errors import WorkspaceError
 from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace import disk, owner, reaper
 from gyre_sdk.harness.workspace.images import Image, image_missing
+from gyre_sdk.harness.workspace.toolbox import TOOLS_LABEL, Unfit
 
 _SLACK = 900.0
 """Seconds of lifetime beyond the agent's and the verifier's limits (retries, queues)."""
@@ -65,13 +66,14 @@ class Container:
         self._started = time.time()
         self.id = ""
         name = owner.container_name()
+        tools = image.labels.get(TOOLS_LABEL)
         try:
             with _starts, reaper.starting:
                 reaper.refuse_when_ending()
                 self.id = client.api.create_container(
                     image.id,
                     name=name,
-                    entrypoint=[*entrypoint, "sleep"],
+                    entrypoint=[*entrypoint, f"{tools}/sleep" if tools else "sleep"],
                     command=[str(max(1, int(self.ttl_s)))],
                     user="0:0",
                     working_dir=workdir,
@@ -101,7 +103,9 @@ class Container:
                 f"the Docker engine has no runtime {runtime!r}; it has {', '.join(there)}: install gVisor and register it"
                 " (runsc install, then restart dockerd), or use runtime=None"
             )
-        return WorkspaceError(f"a container of image {image!r} does not start: {_said(error)}")
+        said = _said(error)
+        kind = Unfit if "sleep" in said and "not found" in said else WorkspaceError
+        return kind(f"a container of image {image!r} does not start: {said}")
 
     def attach(self, argv: list[str], *, user: str) -> socket.socket:
         """Start a process inside and return the socket of its three streams.

@@ -31,6 +31,7 @@ from gyre_sdk.harness.workspace.services import ADDRESS, Services
 from gyre_sdk.harness.workspace.snapshots import KEPT_S, WORKDIR_OWNER, remove, take
 from gyre_sdk.harness.workspace.supervised import SupervisedWorkspace
 from gyre_sdk.harness.workspace.supervisor import Supervisor, SupervisorLost, arguments, fresh_name
+from gyre_sdk.harness.workspace.toolbox import TOOLS_LABEL, fitted, lending
 from gyre_sdk.records import ExecResult
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class DockerWorkspace(SupervisedWorkspace):
         ImageMissing, WorkspaceError: it cannot be started.
     """
 
+    @lending
     def __init__(
         self,
         task: Task,
@@ -67,7 +69,7 @@ class DockerWorkspace(SupervisedWorkspace):
         copying: Copying | None = None,
     ) -> None:
         require_room(client, "another workspace")
-        image = copying.image if copying else phase_image(client, task, snapshot, phase)
+        image = copying.image if copying else fitted(client, phase_image(client, task, snapshot, phase))
         layout = layout_of(client, task, image, phase=phase, read_only=read_only, ttl_s=ttl_s, env=env or {})
         self.task, self.phase, self.run_id, self.image, self.layout = task, phase, run_id, image, layout
         self._again: dict[str, Any] = {"read_only": read_only, "phase": phase, "env": env, "output_limit": output_limit}
@@ -331,6 +333,7 @@ class DockerWorkspace(SupervisedWorkspace):
 
     def _start_supervisor(self, user: str, keep: str) -> Supervisor:
         folder = f"{SUPERVISOR_FOLDER}/{fresh_name()}"
+        tools = self.image.labels.get(TOOLS_LABEL, "")
         guarded = None if self.layout.own_kernel else self.image.labels.get(SHELL_LABEL)  # gVisor runs what it can read
         argv = arguments(
             folder,
@@ -338,7 +341,8 @@ class DockerWorkspace(SupervisedWorkspace):
             how="loop" if is_root(user) else "user",
             keep=keep,
             workspace=self.id,
-            shell=(guarded, "sh") if guarded else ("sh",),
+            shell=(guarded, "sh") if guarded else (f"{tools}/sh" if tools else "sh",),
+            tools=tools,
         )
         return Supervisor(self._attach(argv, user), folder)
 

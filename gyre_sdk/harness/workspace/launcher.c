@@ -210,8 +210,10 @@ static void child(char **argv, char **envp, int out, int err, const char *input,
   CALL1(NR_CLOSE, 3);
   CALL1(NR_CLOSE, 5);
   call(NR_SIGPROCMASK, 2, (isize)&none, 0, 8, 0, 0);
-  CALL3(NR_EXECVE, argv[8], words, variables);
-  CALL1(NR_EXIT, 126);
+  isize failed = CALL3(NR_EXECVE, argv[8], words, variables);
+  char said[PATH], *end = put(put(put(said, "setsid: cannot run "), argv[8]), "\n"); /* told as that program tells it */
+  CALL3(NR_WRITE, 2, said, end - said);
+  CALL1(NR_EXIT, failed == -2 ? 127 : 126);
 }
 
 struct waiting {

@@ -60,7 +60,7 @@ def running(script: bytes, *, shell: str, entering: str, file: str, marker: str)
         f"export GYRE_EXEC_ID={marker}\n"
         "say started $$\n"
         f"{shell} {place}\n"
-        f"set -- $?; rm -f {place}; say exit $1"
+        f"set -- $?; {{ rm -f {place}; }} 2>/dev/null; say exit $1"
     )
 
 

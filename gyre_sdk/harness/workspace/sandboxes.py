@@ -9,8 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-import os
-import shutil
 import subprocess
 import tarfile
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from gyre_sdk.harness.workspace.contents import read_path
 from gyre_sdk.harness.workspace.contexts import context_of, digest_of
 from gyre_sdk.harness.workspace.docker import DockerWorkspace
 from gyre_sdk.harness.workspace.images import Image, bases_of, find_image, image_missing
+from gyre_sdk.harness.workspace.toolbox import static_busybox
 from gyre_sdk.records import ExecResult
 
 SANDBOXES = Path(__file__).parents[2] / "sandboxes"
@@ -136,7 +135,7 @@ def _below(folder: Path, name: str) -> list[str]:
 def _digest(client: docker.DockerClient, folder: Path, name: str) -> str:
     below = [f"{base}={found.id if found else ''}" for base, found in _images_below(client, folder, name).items()]
     if name == BASE:
-        below.append(hashlib.sha256(_busybox().read_bytes()).hexdigest())
+        below.append(hashlib.sha256(static_busybox().read_bytes()).hexdigest())
     return digest_of(folder / name, below)
 
 
@@ -190,30 +189,13 @@ def _download(url: str, digest: str) -> bytes:
     return content
 
 
-def _busybox() -> Path:
-    """Return this machine's static busybox.
-
-    Raises:
-        WorkspaceError: there is none.
-    """
-    found = shutil.which("busybox", path=f"{os.environ.get('PATH', '')}:/bin:/usr/bin")
-    advice = "install it: apt-get install busybox-static"
-    if found is None:
-        raise WorkspaceError(f"busybox is not installed; {advice}")
-    with Path(found).open("rb") as start:
-        head = start.read(4096)
-    if b"ld-linux" in head or b"ld-musl" in head:
-        raise WorkspaceError(f"{found} is not static; {advice}")
-    return Path(found)
-
-
 def base_rootfs() -> bytes:
     """Return a root file system, as a tar, made of this machine's static busybox.
 
     Raises:
         WorkspaceError: there is none.
     """
-    busybox = _busybox()
+    busybox = static_busybox()
     content = busybox.read_bytes()
     applets = subprocess.run([busybox, "--list"], capture_output=True, text=True, check=True).stdout.split()
     out = io.BytesIO()

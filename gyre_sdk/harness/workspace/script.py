@@ -44,7 +44,9 @@ eval "$c"
 """What the supervisor is started with: reads the nonce and `SUPERVISOR` from its input, so that process lists show neither."""
 
 SUPERVISOR = r"""
-D=$1 CAP=$2 HOW=$3 KEEP=$4 W=$5
+D=$1 CAP=$2 HOW=$3 KEEP=$4 W=$5 T=$6
+P=
+[ -z "$T" ] || P=$PATH PATH=$T:$PATH
 umask 022
 NL='
 '
@@ -135,6 +137,7 @@ launch() {
   : >"$f.o.100000"
   : >"$f.e.100000"
   if [ -n "$L" ] && [ -x "$L" ]; then
+    [ -z "$P" ] || PATH=$P
     enter
     exec "$L" "$1" "$f" "$CAP" "${4:-/dev/null}" 150 "$MEMORY" "$W." "$3" >/dev/null 3<<END
 $5
@@ -143,10 +146,11 @@ END
   {
     {
       cd -P /proc/self && self=${PWD#/proc/}
+      [ -z "$P" ] || PATH=$P
       enter
       killed
       before=$kills
-      GYRE_EXEC_ID=$1.$W. setsid "$3" "$f.s" <"${4:-/dev/null}" >&4 2>&6 4>&- 5>&- 6>&- &
+      GYRE_EXEC_ID=$1.$W. "$SETSID" "$3" "$f.s" <"${4:-/dev/null}" >&4 2>&6 4>&- 5>&- 6>&- &
       say started "$1" "$self $!"
       wait $!
       status=$?
@@ -178,6 +182,7 @@ state() {
 }
 SH=/bin/sh
 [ -x /bin/bash ] && SH=/bin/bash
+[ -x $SH ] || { [ -n "$T" ] && SH=$T/sh P=$P:$T; }
 guard=open
 if [ "$HOW" = user ] && ! [ -r /proc/$$/environ ]; then guard=guarded; fi
 missing=
@@ -185,6 +190,7 @@ for t in setsid dd tar mkdir rm cat wc sleep; do command -v $t >/dev/null 2>&1 |
 [ -n "$missing" ] && { say unfit "$missing"; exit 1; }
 if [ "$KEEP" = first ]; then KEEP=; others; KEEP=$left; else kill_others; others; fi
 mkdir -m 700 -p "$D" || { say unfit " a writable $D"; exit 1; }
+SETSID=$(command -v setsid)
 MEMORY=/dev/null
 for m in /sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control; do
   [ "$HOW" != marked ] && [ -r $m ] && MEMORY=$m

@@ -12,10 +12,14 @@ from gyre_sdk.errors import WorkspaceError, WorkspaceUnavailable
 from gyre_sdk.harness.workspace.channel import Channel
 from gyre_sdk.harness.workspace.launcher import launcher
 from gyre_sdk.harness.workspace.supervisor import Supervisor, SupervisorLost, SupervisorUnfit
+from gyre_sdk.harness.workspace.toolbox import Unfit
 
 _DYING = re.compile(r"stopped state|not running|no such (container|process)|is restarting", re.IGNORECASE)
 """What an engine says of a container that is about to be dead."""
 _DYING_LOOKS = 50
+_NO_PROGRAM = "exit code 127"
+_NO_SHELL = re.compile(r"executable file not found|no such file or directory", re.IGNORECASE)
+"""What an engine says of an image without a shell."""
 
 
 class Supervision:
@@ -96,6 +100,26 @@ class Supervision:
         except SupervisorLost:
             return False
 
+    def _await_death(self, detail: str) -> None:
+        """Raise when the workspace is dead, or about to be: the engine may call it running for a moment longer.
+
+        Raises:
+            Unfit: it never lived: its image lacks what the first process is.
+        """
+        try:
+            self._check(detail)
+            for _ in range(_DYING_LOOKS):
+                if not _DYING.search(detail):
+                    return
+                time.sleep(0.1)
+                self._check(detail)
+        except WorkspaceUnavailable as gone:
+            if self._keep == "first" and _NO_PROGRAM in str(gone):
+                raise Unfit(
+                    f"the image of workspace {self.id} lacks sleep, its first process; add it to the image"
+                ) from gone
+            raise
+
     def _equip(self, supervisor: Supervisor) -> None:
         """Bring the launcher; where it cannot be had, or there is no room for it, the supervisor launches by itself."""
         program = launcher() if self.with_launcher else None
@@ -131,18 +155,14 @@ class Supervision:
             supervisor = self._start_supervisor(user, keep)
             self._equip(supervisor)
         except SupervisorUnfit as unfit:
-            raise WorkspaceError(
+            raise Unfit(
                 f"the image of workspace {self.id} lacks{unfit}; commands are run with these: add them to the image"
                 " (coreutils, util-linux and tar, or busybox)"
             ) from unfit
         except SupervisorLost as lost:
-            self._check(str(lost))
-            for _ in range(_DYING_LOOKS):  # the engine may call it running for a moment longer
-                if not _DYING.search(str(lost)):
-                    break
-                time.sleep(0.1)
-                self._check(str(lost))
-            raise WorkspaceError(
+            self._await_death(str(lost))
+            kind = Unfit if _NO_SHELL.search(str(lost)) else WorkspaceError
+            raise kind(
                 f"no command can run as user {user!r} in workspace {self.id}: {lost}; check that the user exists in the"
                 " image and that the image has a POSIX shell"
             ) from lost

@@ -57,7 +57,14 @@ class _Answer:
 
 
 def arguments(
-    folder: str, *, half_cap: int, how: str, keep: str, workspace: str, shell: tuple[str, ...] = ("sh",)
+    folder: str,
+    *,
+    half_cap: int,
+    how: str,
+    keep: str,
+    workspace: str,
+    shell: tuple[str, ...] = ("sh",),
+    tools: str = "",
 ) -> list[str]:
     """Return the command line that starts a supervisor.
 
@@ -66,8 +73,9 @@ def arguments(
         how: `user` (kill by `kill -9 -1`), `loop` (one by one), `marked` (only processes with the workspace's marker).
         keep: process ids that are never killed, or `first` to keep all that run already.
         shell: what runs it; a binary that its own user cannot read keeps that user from tracing it.
+        tools: folder of tools for it, see `toolbox`.
     """
-    return [*shell, "-c", BOOTSTRAP, "gyre", folder, str(half_cap), how, keep, workspace]
+    return [*shell, "-c", BOOTSTRAP, "gyre", folder, str(half_cap), how, keep, workspace, tools]
 
 
 def fresh_name() -> str:

@@ -1,0 +1,1 @@
+"""What `benchmarks/workspace.py` measures, and with what."""
