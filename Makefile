@@ -48,7 +48,7 @@ check: .venv/ready
 	$(BIN)/python tests/check_modules.py
 
 test: setup vllm
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 vllm: .venv-vllm/ready
 

@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).parent))
 
 pytest_plugins = ["demo_kit", "docker_engine"]
 
-_TOGETHER = ("real_vllm", "examples", "clients", "trainer")
-"""Folders whose tests share what takes long to start; in the order in which they are begun."""
+_TOGETHER = ("examples", "real_vllm", "clients", "trainer")
+"""Folders whose tests share what takes long to start, in the order in which they are begun."""
 
 
-@pytest.hookimpl(tryfirst=True)
+def _group(nodeid: str) -> str:
+    """Return the folder or the module whose tests run in one process."""
+    path = nodeid.partition("::")[0].removeprefix("tests/")
+    folder = path.partition("/")[0]
+    return folder if folder in _TOGETHER else path
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests that share a server, a trained policy or a module's fixtures in one process, the longest first."""
+    """Begin with what takes longest."""
+    place = {name: number for number, name in enumerate(_TOGETHER)}
+    items.sort(key=lambda item: place.get(_group(item.nodeid), len(place)))
 
-    def group(item: pytest.Item) -> str:
-        parts = item.path.relative_to(HERE).parts
-        return parts[0] if parts[0] in _TOGETHER else "/".join(parts)
 
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group(item)))
-    items.sort(key=lambda item: _TOGETHER.index(group(item)) if group(item) in _TOGETHER else len(_TOGETHER))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep tests that share a server, a trained policy or a module's fixtures in one process."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Grouped(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid)
+
+    return Grouped(config, log)
