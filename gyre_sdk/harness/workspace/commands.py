@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Mapping
 
-from gyre_sdk.errors import WorkspaceError
+from gyre_sdk.errors import CommandFailed, WorkspaceError
 from gyre_sdk.harness.workspace.output import clip
 from gyre_sdk.records import ExecResult
 
@@ -95,6 +95,17 @@ def result_of(
         oom_killed=oom_killed,
         undecoded=None if exact else (stdout, stderr),
     )
+
+
+def checked(cmd: str, result: ExecResult, check: bool) -> ExecResult:
+    """Return the result.
+
+    Raises:
+        CommandFailed: it is to be checked, and its exit code is not 0.
+    """
+    if check and result.exit_code != 0:
+        raise CommandFailed(cmd, result)
+    return result
 
 
 def _total(kept: Kept) -> int | None:

@@ -18,7 +18,7 @@ from gyre_sdk.harness.workspace.copying import Copying
 from gyre_sdk.harness.workspace.disk import require_room
 from gyre_sdk.harness.workspace.expose import Exposure
 from gyre_sdk.harness.workspace.hardening import SUPERVISOR_FOLDER, Phase, host_settings, is_root
-from gyre_sdk.harness.workspace.images import ENTRYPOINT_LABEL, MEMORY, SHELL_LABEL, phase_image
+from gyre_sdk.harness.workspace.images import ENTRYPOINT_LABEL, MEMORY, phase_image
 from gyre_sdk.harness.workspace.last import Last
 from gyre_sdk.harness.workspace.layout import layout_of
 from gyre_sdk.harness.workspace.memory import clear_attributes, pid_of
@@ -31,7 +31,7 @@ from gyre_sdk.harness.workspace.services import ADDRESS, Services
 from gyre_sdk.harness.workspace.snapshots import KEPT_S, WORKDIR_OWNER, remove, take
 from gyre_sdk.harness.workspace.supervised import SupervisedWorkspace
 from gyre_sdk.harness.workspace.supervisor import Supervisor, SupervisorLost, arguments, fresh_name
-from gyre_sdk.harness.workspace.toolbox import TOOLS_LABEL, fitted, lending
+from gyre_sdk.harness.workspace.toolbox import fitted, lending, shell_of
 from gyre_sdk.records import ExecResult
 
 if TYPE_CHECKING:
@@ -333,16 +333,16 @@ class DockerWorkspace(SupervisedWorkspace):
 
     def _start_supervisor(self, user: str, keep: str) -> Supervisor:
         folder = f"{SUPERVISOR_FOLDER}/{fresh_name()}"
-        tools = self.image.labels.get(TOOLS_LABEL, "")
-        guarded = None if self.layout.own_kernel else self.image.labels.get(SHELL_LABEL)  # gVisor runs what it can read
+        shell, tools = shell_of(self.image, own_kernel=self.layout.own_kernel)
         argv = arguments(
             folder,
             half_cap=self._output_limit // 2,
             how="loop" if is_root(user) else "user",
             keep=keep,
             workspace=self.id,
-            shell=(guarded, "sh") if guarded else (f"{tools}/sh" if tools else "sh",),
+            shell=shell,
             tools=tools,
+            bare=self.plain is not None,
         )
         return Supervisor(self._attach(argv, user), folder)
 

@@ -10,12 +10,15 @@ line and that many lines of shell code::
 Answers are raw bytes: only the nonce ends one, so nothing that happens to a file while it is sent can shift the protocol.
 Events go to standard error, one short (hence atomic) line each::
 
-    @<nonce> ready <pid> <shell> <open or guarded> keep:<pids> left:<pids>
+    @<nonce> ready <pid> <shell> <open or guarded> <whole or bare> keep:<pids> left:<pids>
     @<nonce> started <id> <pid> <leader>    the process that will report the command's end, and the command's first one
     @<nonce> exit <id> <status> <kills>     the command ended; processes of the workspace killed for memory meanwhile
     @<nonce> done <id> <any output>         both outputs reached their end; a launcher sends them along where they are short
     @<nonce> fail <id> <why>                it was not started: `cwd` or `room`
     @<nonce> unfit <missing tools>          no command can be run here
+
+A supervisor that was told it may be bare starts even where tools are missing: it kills and answers with what the shell itself
+has, and cannot launch.
 
 The supervisor runs as the agent's user and is trusted with nothing: before scoring it is replaced by a new one, whose first
 act is to kill every other process of that user (`kill -9 -1` is one atomic walk in the kernel, which no fork outruns), and
@@ -44,7 +47,7 @@ eval "$c"
 """What the supervisor is started with: reads the nonce and `SUPERVISOR` from its input, so that process lists show neither."""
 
 SUPERVISOR = r"""
-D=$1 CAP=$2 HOW=$3 KEEP=$4 W=$5 T=$6
+D=$1 CAP=$2 HOW=$3 KEEP=$4 W=$5 T=$6 BARE=$7
 P=
 [ -z "$T" ] || P=$PATH PATH=$T:$PATH
 umask 022
@@ -187,9 +190,14 @@ guard=open
 if [ "$HOW" = user ] && ! [ -r /proc/$$/environ ]; then guard=guarded; fi
 missing=
 for t in setsid dd tar mkdir rm cat wc sleep; do command -v $t >/dev/null 2>&1 || missing="$missing $t"; done
-[ -n "$missing" ] && { say unfit "$missing"; exit 1; }
+[ -n "$missing" ] && [ -z "$BARE" ] && { say unfit "$missing"; exit 1; }
 if [ "$KEEP" = first ]; then KEEP=; others; KEEP=$left; else kill_others; others; fi
-mkdir -m 700 -p "$D" || { say unfit " a writable $D"; exit 1; }
+if [ -n "$missing" ]; then
+  D=${D%/*} BARE=bare
+else
+  BARE=whole
+  mkdir -m 700 -p "$D" || { say unfit " a writable $D"; exit 1; }
+fi
 SETSID=$(command -v setsid)
 MEMORY=/dev/null
 for m in /sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control; do
@@ -197,7 +205,7 @@ for m in /sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control; 
 done
 L=
 STATE=$(state 2>/dev/null)
-say ready $$ "$SH" $guard "keep:$KEEP" "left:$left"
+say ready $$ "$SH" $guard $BARE "keep:$KEEP" "left:$left"
 while IFS=' ' read -r verb id k blocks; do
   code=
   while [ "$k" -gt 0 ]; do IFS= read -r l || exit; code="$code$l$NL" k=$((k-1)); done

@@ -7,20 +7,22 @@ import queue
 import shlex
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NoReturn
 
-from gyre_sdk.errors import CommandFailed, WorkspaceError
+from gyre_sdk.errors import WorkspaceError
 from gyre_sdk.harness import cancelling
 from gyre_sdk.harness.aio import AsyncWorkspace
 from gyre_sdk.harness.cancelling import Cancellation, Cancelled
 from gyre_sdk.harness.workspace.archive import tar_of
-from gyre_sdk.harness.workspace.commands import Kept, entry, launching, result_of, script_of, sent_along
+from gyre_sdk.harness.workspace.commands import Kept, checked, entry, launching, result_of, script_of, sent_along
 from gyre_sdk.harness.workspace.files import Files
+from gyre_sdk.harness.workspace.plain import PlainFiles, run_plainly
 from gyre_sdk.harness.workspace.process import RUNNER, NotStarted, Process, running
 from gyre_sdk.harness.workspace.shell import Shell
 from gyre_sdk.harness.workspace.supervision import Supervision
 from gyre_sdk.harness.workspace.supervisor import Running, Supervisor, SupervisorLost
-from gyre_sdk.records import ExecResult
+from gyre_sdk.records import ExecResult, FileInfo
 
 _HELD_PIPE = 0.15
 """Seconds that a background child may keep a finished command's output open before it is cut off."""
@@ -51,6 +53,10 @@ class SupervisedWorkspace(Supervision, Files):
         began = time.monotonic()
         user = user or self.user
         supervisor = self._supervisor(user)
+        content = input.encode() if isinstance(input, str) else input
+        if supervisor.bare:
+            process = self.start(cmd, cwd=cwd, env=env, user=user)
+            return checked(cmd, run_plainly(process, content, timeout, self._output_limit), check)
         running = supervisor.reserve()
         script = script_of(cmd)
         entering = entry(self._folder(cwd), {**self._env, **(env or {})}, f"say fail {running.id} cwd")
@@ -60,12 +66,12 @@ class SupervisedWorkspace(Supervision, Files):
             script,
             shell=supervisor.shell,
             entering=entering,
-            reads=input is not None,
+            reads=content is not None,
             mark=running.mark,
         )
         files = {f"{running.slot}.s": script} if long else {}
-        if input is not None:
-            files[f"{running.slot}.in"] = input.encode() if isinstance(input, str) else input
+        if content is not None:
+            files[f"{running.slot}.in"] = content
         wish = cancelling.current.get() or Cancellation()
         with wish.calls(lambda: running.events.put(("cancel", ""))):
             try:
@@ -79,9 +85,7 @@ class SupervisedWorkspace(Supervision, Files):
                     " run the command again"
                 ) from lost
             result = self._follow(supervisor, running, user, cwd, timeout, began, drop=bool(files))
-        if check and result.exit_code != 0:
-            raise CommandFailed(cmd, result)
-        return result
+        return checked(cmd, result, check)
 
     def start(
         self,
@@ -131,7 +135,8 @@ class SupervisedWorkspace(Supervision, Files):
     def shell(self, *, cwd: str | None = None, env: Mapping[str, str] | None = None, user: str | None = None) -> Shell:
         """See `ports.Workspace`."""
         supervisor = self._supervisor(user or self.user)
-        return Shell(self.exec, posixpath.dirname(supervisor.folder), supervisor.shell, cwd=cwd, env=env, user=user)
+        folder = supervisor.folder if supervisor.bare else posixpath.dirname(supervisor.folder)
+        return Shell(self.exec, folder, supervisor.shell, cwd=cwd, env=env, user=user)
 
     @property
     def aio(self) -> AsyncWorkspace:
@@ -254,8 +259,34 @@ class SupervisedWorkspace(Supervision, Files):
                 f"workspace {self.id} lost its supervisor ({lost}); it was restarted: try again"
             ) from lost
 
+    def read(self, path: str) -> bytes:
+        """See `ports.Workspace`."""
+        plain = self._plain()
+        return plain.read(self._path(path)) if plain else super().read(path)
+
+    def ls(self, path: str = ".") -> list[FileInfo]:
+        """See `ports.Workspace`."""
+        plain = self._plain()
+        return plain.ls(self._path(path)) if plain else super().ls(path)
+
+    def download(self, path: str, local: Path) -> None:
+        """See `ports.Workspace`."""
+        plain = self._plain()
+        if plain:
+            plain.download(self._path(path), local)
+        else:
+            super().download(path, local)
+
+    def _plain(self) -> PlainFiles | None:
+        return self.plain if self._supervisor(self.user).bare else None
+
     def _place(self, folder: str, archive: bytes) -> None:
         supervisor = self._supervisor(self.user)
+        if supervisor.bare and self.plain is not None:
+            for path in self.plain.place(folder, archive):
+                if supervisor.ask(f"[ -e {shlex.quote(path)} ]")[0] != 0:
+                    self._fail("written to", folder, "it is kept in memory, and the image lacks tar")
+            return
         try:
             self._unpack(supervisor, folder, archive)
         except SupervisorLost as lost:

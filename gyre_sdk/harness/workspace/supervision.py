@@ -11,6 +11,7 @@ from typing import ClassVar, NoReturn, Self
 from gyre_sdk.errors import WorkspaceError, WorkspaceUnavailable
 from gyre_sdk.harness.workspace.channel import Channel
 from gyre_sdk.harness.workspace.launcher import launcher
+from gyre_sdk.harness.workspace.plain import PlainFiles
 from gyre_sdk.harness.workspace.supervisor import Supervisor, SupervisorLost, SupervisorUnfit
 from gyre_sdk.harness.workspace.toolbox import Unfit
 
@@ -25,6 +26,8 @@ _NO_SHELL = re.compile(r"executable file not found|no such file or directory", r
 class Supervision:
     """Keeps one supervisor per user that commands run as, and says when the workspace is dead."""
 
+    plain: PlainFiles | None = None
+    """How files are reached where supervisors may be bare; None where they may not."""
     with_launcher: ClassVar[bool] = True
     """Whether supervisors get the compiled launcher, where it can be had."""
 
@@ -122,7 +125,7 @@ class Supervision:
 
     def _equip(self, supervisor: Supervisor) -> None:
         """Bring the launcher; where it cannot be had, or there is no room for it, the supervisor launches by itself."""
-        program = launcher() if self.with_launcher else None
+        program = launcher() if self.with_launcher and not supervisor.bare else None
         if program is not None:
             supervisor.equip(program)
 
@@ -157,7 +160,8 @@ class Supervision:
         except SupervisorUnfit as unfit:
             raise Unfit(
                 f"the image of workspace {self.id} lacks{unfit}; commands are run with these: add them to the image"
-                " (coreutils, util-linux and tar, or busybox)"
+                " (coreutils, util-linux and tar, or busybox)",
+                has_shell=True,
             ) from unfit
         except SupervisorLost as lost:
             self._await_death(str(lost))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import posixpath
 import queue
 import secrets
 import threading
@@ -65,6 +66,7 @@ def arguments(
     workspace: str,
     shell: tuple[str, ...] = ("sh",),
     tools: str = "",
+    bare: bool = False,
 ) -> list[str]:
     """Return the command line that starts a supervisor.
 
@@ -74,8 +76,9 @@ def arguments(
         keep: process ids that are never killed, or `first` to keep all that run already.
         shell: what runs it; a binary that its own user cannot read keeps that user from tracing it.
         tools: folder of tools for it, see `toolbox`.
+        bare: whether it may start without all that it needs.
     """
-    return [*shell, "-c", BOOTSTRAP, "gyre", folder, str(half_cap), how, keep, workspace, tools]
+    return [*shell, "-c", BOOTSTRAP, "gyre", folder, str(half_cap), how, keep, workspace, tools, "bare" if bare else ""]
 
 
 def fresh_name() -> str:
@@ -89,6 +92,7 @@ class Supervisor:
     Attributes:
         shell: `bash` or `sh`, what commands are run with.
         keep: process ids that were there before the first command.
+        bare: whether it lacks tools, so that it can kill and answer, but not launch.
         guarded: whether the kernel keeps other processes of its user out of its memory and descriptors.
         left: process ids that survived the killing with which the supervisor started.
     """
@@ -99,7 +103,7 @@ class Supervisor:
         self.shell = "sh"
         self.keep = ""
         self.left = ""
-        self.guarded = False
+        self.guarded = self.bare = False
         self.alive = True
         self._channel = channel
         self._nonce = nonce.decode()
@@ -258,8 +262,10 @@ class Supervisor:
         elif name == "ready":
             head, _, self.left = rest.partition(" left:")
             head, _, self.keep = head.partition(" keep:")
-            _, self.shell, guarded = head.split()
-            self.guarded = guarded == "guarded"
+            _, self.shell, guarded, bare = head.split()
+            self.guarded, self.bare = guarded == "guarded", bare == "bare"
+            if self.bare:
+                self.folder = posixpath.dirname(self.folder)
             self._ready.set()
         elif name == "unfit":
             self._unfit = rest.strip()

@@ -22,6 +22,7 @@ import docker
 from gyre_sdk.errors import WorkspaceError
 from gyre_sdk.harness.workspace.building import alone, build
 from gyre_sdk.harness.workspace.images import BUILT, SHELL_LABEL, Image, find_image
+from gyre_sdk.harness.workspace.plain import PlainFiles
 
 P = ParamSpec("P")
 TOOLS_LABEL = "gyre.tools"
@@ -34,7 +35,15 @@ _unfit: set[str] = set()
 
 
 class Unfit(WorkspaceError):
-    """An image lacks a shell or tools. Internal: the workspace is opened again with a toolbox."""
+    """An image lacks a shell or tools. Internal: the workspace is opened again with a toolbox.
+
+    Attributes:
+        has_shell: whether commands could be run at least plainly.
+    """
+
+    def __init__(self, message: str, *, has_shell: bool = False) -> None:
+        super().__init__(message)
+        self.has_shell = has_shell
 
 
 def static_busybox() -> Path:
@@ -65,7 +74,7 @@ def fitted(client: docker.DockerClient, image: Image) -> Image:
 
 def lending(opens: Callable[P, None]) -> Callable[P, None]:
     """Decorate a constructor of workspaces: where it fails for want of a shell or tools, it is called again, for its image with
-    a toolbox."""
+    a toolbox, or for plain means where none can be had."""
 
     @wraps(opens)
     def opens_twice(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -76,10 +85,25 @@ def lending(opens: Callable[P, None]) -> Callable[P, None]:
             try:
                 with_tools(client, workspace.image)  # type: ignore[arg-type, attr-defined]
             except WorkspaceError as error:
-                raise WorkspaceError(f"{unfit}. This machine could lend a busybox, but: {error}") from unfit
+                if not unfit.has_shell:
+                    raise WorkspaceError(f"{unfit}. This machine could lend a busybox, but: {error}") from unfit
+                workspace.plain = PlainFiles(client, lambda: workspace.container.id, lambda: workspace.layout.ids)  # type: ignore[attr-defined, arg-type]
             opens(*args, **kwargs)
 
     return opens_twice
+
+
+def shell_of(image: Image, *, own_kernel: bool) -> tuple[tuple[str, ...], str]:
+    """Return (the words that start a shell for the supervisor, the folder of its tools or "").
+
+    Args:
+        own_kernel: whether it runs under gVisor, which runs only what it can read.
+    """
+    tools = image.labels.get(TOOLS_LABEL, "")
+    guarded = None if own_kernel else image.labels.get(SHELL_LABEL)
+    if guarded:
+        return (guarded, "sh"), tools
+    return (f"{tools}/sh" if tools else "sh",), tools
 
 
 def with_tools(client: docker.DockerClient, image: Image) -> Image:

@@ -38,7 +38,10 @@ def workspace(request):
         yield request.getfixturevalue("docker_workspace")
     elif kind == "docker":
         request.getfixturevalue("base_image")
-        with ShellDocker(Task(instruction="x", **LIMITS), request.getfixturevalue("docker_client")) as docker:
+        # Without a launcher a command takes eight processes more, and all of the battery runs at once.
+        with ShellDocker(
+            Task(instruction="x", **{**LIMITS, "pids": 256}), request.getfixturevalue("docker_client")
+        ) as docker:
             yield docker
     else:
         with (ShellLocal if plain else LocalWorkspace)(Task(instruction="x"), isolation=Isolation(kind)) as local:

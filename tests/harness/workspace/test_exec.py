@@ -130,16 +130,18 @@ def test_a_command_that_kills_what_watches_it_still_ends(workspace):
 
 def test_bytes_and_text(workspace):
     """workspace-output-bytes-and-size."""
-    assert workspace.exec(r"printf '\377\376\000\200A\303'").stdout.count("A") == 1
+    binary = workspace.exec(r"printf '\377\376\000\200A\303'")
+    assert (binary.stdout.count("A"), binary.stdout_bytes.hex(), binary.stdout_total) == (1, "fffe008041c3", 6)
     latin = workspace.exec(r"printf 'caf\351\n' >&2; exit 3")
-    assert (latin.exit_code, latin.stderr) == (3, "caf�\n")
+    assert (latin.exit_code, latin.stderr, latin.stderr_bytes.hex()) == (3, "caf�\n", "636166e90a")
     assert workspace.exec(r"printf '\360\237'; sleep 0.3; printf '\231\202\n'").stdout == "🙂\n"
     assert (
         workspace.exec(r"printf '\033]0;title\007\033[2J[red]x[/red]\n'").stdout
         == "\x1b]0;title\x07\x1b[2J[red]x[/red]\n"
     )
     long = workspace.exec("head -c 70000 /dev/zero | tr '\\0' y")
-    assert (long.stdout, long.truncated) == ("y" * 70000, False)
+    assert (long.stdout, long.truncated, long.stdout_total) == ("y" * 70000, False, 70000)
+    assert workspace.exec("printf 1; printf 22 >&2").undecoded is None
 
 
 def test_both_streams_full_of_short_writes(workspace):
@@ -160,6 +162,7 @@ def test_huge_output_keeps_head_and_tail_within_little_memory(docker_workspace):
     assert ran.stdout.startswith("first\nxx") and ran.stdout.endswith("xx\nlast\n")
     mark = ran.stdout.partition("[... ")[2].partition(" bytes dropped")[0]
     assert int(mark) + len(ran.stdout.replace(f"\n[... {mark} bytes dropped ...]\n", "")) == 300_000_012
+    assert ran.stdout_total == 300_000_012
     assert peak < 64 << 20
 
 

@@ -37,6 +37,8 @@ def test_hostile_commands_one_after_the_other(open_docker):
     assert workspace.exec("echo alive", timeout=20).stdout == "alive\n"
     memory = workspace.exec("head -c 400000000 /dev/zero | tail -c 399999999 | tail -n 1 | wc -c", timeout=60)
     assert memory.stdout.strip() != "399999999"
+    assert memory.oom_killed and not bomb.oom_killed
+    assert not workspace.exec("true").oom_killed
     assert workspace.exec("echo alive", timeout=20).stdout == "alive\n"
     disk = workspace.exec(
         "head -c 100000000 /dev/zero | cat > big; echo rc=$?; rm -f big; echo freed > f && cat f", timeout=60
