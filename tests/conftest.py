@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,23 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 pytest_plugins = ["demo_kit", "docker_engine"]
 
-_TOGETHER = ("examples", "real_vllm", "clients", "trainer")
-"""Folders whose tests share what takes long to start, in the order in which they are begun."""
+_TOGETHER = {"examples": "policy", "real_vllm": "policy", "clients": "clients", "trainer": "trainer"}
+"""Folders whose tests share what takes long to make: a trained policy, installed programs, a server. Begun in this order."""
+
+if os.environ.get("PYTEST_XDIST_WORKER"):
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin take the cores from each other
 
 
 def _group(nodeid: str) -> str:
     """Return the folder or the module whose tests run in one process."""
     path = nodeid.partition("::")[0].removeprefix("tests/")
     folder = path.partition("/")[0]
-    return folder if folder in _TOGETHER else path
+    return _TOGETHER.get(folder, path)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes longest."""
-    place = {name: number for number, name in enumerate(_TOGETHER)}
+    place = {name: number for number, name in enumerate(dict.fromkeys(_TOGETHER.values()))}
     items.sort(key=lambda item: place.get(_group(item.nodeid), len(place)))
 
 
