@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ pytest_plugins = ["demo_kit", "docker_engine"]
 _TOGETHER = {"examples": "policy", "real_vllm": "policy", "clients": "clients", "trainer": "trainer"}
 """Folders whose tests share what takes long to make: a trained policy, installed programs, a server. Begun in this order."""
 
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:  # started in the background: what tests start would ignore them too
+        signal.signal(_number, signal.default_int_handler if _number is signal.SIGINT else signal.SIG_DFL)
 if os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin take the cores from each other
 
