@@ -7,7 +7,7 @@ from tools_image import build_tools_image
 from tree_inputs import case
 
 from gyre_sdk.errors import TaskError
-from gyre_sdk.harness.scoring import prepare, scrub_history
+from gyre_sdk.harness.scoring import history, prepare, scrub_history
 from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace import DockerWorkspace, WorkspacePool
 
@@ -23,6 +23,12 @@ def pool(docker_client, base_image):
 @pytest.fixture
 def task(docker_client, base_image):
     return Task(instruction="x", image=build_tools_image(docker_client), memory_mb=256)
+
+
+@pytest.fixture(autouse=True)
+def unseen():
+    """No image has been looked at: the repositories here are made in workspaces of an image without one."""
+    history._without.clear()
 
 
 @pytest.mark.parametrize("packed", ["", "git gc -q --prune=never", "git repack -q -a -d; git pack-refs --all"])

@@ -35,7 +35,7 @@ def load(place: Path, compose: str, **variables: str) -> Task:
 def test_a_real_file():
     if not DATA.is_dir():
         pytest.skip(f"{DATA} is missing: the shared data are not part of the repository")
-    place = DATA / "cookbook-multi-container" / "environment"
+    place = (DATA / "cookbook-multi-container" / "environment").resolve()
     assert Task.load(place.parent).services == (
         Service(
             name="api-server",
