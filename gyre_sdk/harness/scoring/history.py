@@ -83,7 +83,7 @@ def scrub_history(task: Task, workspace: Workspace, workdir: str, *, image: str 
     if isinstance(gyre, dict) and gyre.get("history") == "keep":
         return []
     key = (image, workdir) if image is not None else None
-    brought = task.entrypoint is not None or _may_have(task)  # beyond what the image holds
+    brought = task.entrypoint or _may_have(task)  # beyond what the image holds
     if not brought and (key in _without if key is not None else not _may_have(task)):
         return []
     listed = workspace.exec(f"set -- {shlex.quote(workdir)}\n{_FIND}", timeout=_SECONDS, cwd="/")
