@@ -32,8 +32,8 @@ T_co = TypeVar("T_co", covariant=True)
 _MAX_BATCH = 512
 _CROWD = 8
 """Writes in a commit from which on the next one waits for more of them."""
-_GATHER_SECONDS = 0.005
-""" ... and for how long."""
+_GATHER_SECONDS, _GATHERINGS = 0.001, 5
+""" ... for so long at a time, so often at most, and while more come."""
 _FEW, _QUICK_SECONDS, _MEMORY = 2, 0.0005, 8
 """The loop itself commits so few writes while commits take less than this, over the last so many: waking the thread and
 being woken by it takes as long as a quick disk."""
@@ -192,12 +192,15 @@ class Writer:
         loop = self._loop
         if loop is not None and self._crowded:
             self._crowded = False
-            loop.call_later(_GATHER_SECONDS, self._gathered)
+            loop.call_later(_GATHER_SECONDS, self._gathered, len(self._pending), _GATHERINGS)
         else:
             self._gathered()
 
-    def _gathered(self) -> None:
-        if self._pending and self._loop is not None:
+    def _gathered(self, before: int = 0, left: int = 0) -> None:
+        """Go on with what is pending, or wait for more when some came since there were `before`."""
+        if self._loop is not None and left and len(self._pending) > before:
+            self._loop.call_later(_GATHER_SECONDS, self._gathered, len(self._pending), left - 1)
+        elif self._pending and self._loop is not None:
             self._pump()
         else:
             self._busy = False
