@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import report
 from proxy import growth, sections, systems
 from proxy.model import make_model, texts
 from proxy.systems import BARE, OURS, PEER_TABLE
@@ -39,7 +39,7 @@ def main() -> None:
         with systems.stub(model, options.chunk) as engine:
             measure = _plan(options, model, engine, folder, result["problems"])
             for section in options.only:
-                _say(f"measuring {section}")
+                report.say(f"measuring {section}")
                 result[section] = measure[section]()
     result["aims"] = _aims(result)
     _table(result)
@@ -114,32 +114,13 @@ def _table(result: dict[str, Any]) -> None:
         "+p50 ms": result.get("latency", {}).get("added_p50_ms", {}),
         "+ttft ms": result.get("latency", {}).get("added_ttft_ms", {}),
     }
-    shown = {title: cells for title, cells in columns.items() if cells}
-    if shown:
-        _say("".join(f"{title:>20}" for title in ("system", *shown)))
-        for name in (OURS, BARE, *PEER_TABLE):
-            cells = [str(cells.get(name, "-")) for cells in shown.values()]
-            if any(cell != "-" for cell in cells):
-                _say("".join(f"{cell:>20}" for cell in (name, *cells)))
-    for item in result["aims"]:
-        _say(f"{'met   ' if item['met'] else 'MISSED'}  {item['aim']}: {item['value']} (limit {item['limit']})")
-    for name, problem in result["problems"].items():
-        _say(f"not measured: {name}: {problem}")
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
+    report.table(columns, (OURS, BARE, *PEER_TABLE), 20)
+    report.verdicts(result)
 
 
 def _options() -> argparse.Namespace:
-    def wanted(text: str) -> list[str]:
-        names = text.split(",")
-        if unknown := [name for name in names if name not in _SECTIONS]:
-            raise argparse.ArgumentTypeError(f"no section {', '.join(unknown)}; choose from {', '.join(_SECTIONS)}")
-        return names
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=wanted, default=list(_SECTIONS), metavar="SECTION,...")
+    parser.add_argument("--only", type=report.chosen(_SECTIONS), default=list(_SECTIONS), metavar="SECTION,...")
     parser.add_argument("--peers", action="store_true", help="install and measure the compared packages too")
     parser.add_argument("--quick", action="store_true", help="a smoke run: its figures mean nothing")
     parser.add_argument("--rounds", type=int, default=5)

@@ -16,13 +16,13 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import report
 from proxy.children import Child, ChildError
 from workspaces import runs, systems
 from workspaces.systems import DOCKER_PY, EXECUTE, OURS, SHELL, TABLE
@@ -57,7 +57,7 @@ def main() -> None:
                 "runs": lambda: runs.measure(options.quick),
             }
             for section in options.only:
-                _say(f"measuring {section}")
+                report.say(f"measuring {section}")
                 result[section] = measure[section]()
     result["load"].append(round(os.getloadavg()[0], 1))
     result["aims"] = _aims(result)
@@ -166,37 +166,18 @@ def _table(result: dict[str, Any]) -> None:
         "start to removed, ms": result.get("cycle", {}),
         "20 at once, s": result.get("many", {}),
     }
-    shown = {title: cells for title, cells in columns.items() if cells}
-    if shown:
-        _say("".join(f"{title:>22}" for title in ("system", *shown)))
-        for name in TABLE:
-            cells = [str(cells.get(name, "-")) for cells in shown.values()]
-            if any(cell != "-" for cell in cells):
-                _say("".join(f"{cell:>22}" for cell in (name, *cells)))
+    report.table(columns, TABLE, 22)
     for name, value in result.get("runs", {}).items():
-        _say(f"{name}: {value}")
-    for item in result["aims"]:
-        _say(f"{'met   ' if item['met'] else 'MISSED'}  {item['aim']}: {item['value']} (limit {item['limit']})")
-    for name, problem in result["problems"].items():
-        _say(f"not measured: {name}: {problem}")
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
+        report.say(f"{name}: {value}")
+    report.verdicts(result)
 
 
 def _options() -> argparse.Namespace:
-    def wanted(text: str) -> list[str]:
-        names = text.split(",")
-        if unknown := [name for name in names if name not in _SECTIONS]:
-            raise argparse.ArgumentTypeError(f"no section {', '.join(unknown)}; choose from {', '.join(_SECTIONS)}")
-        return names
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", action="store_true", help="other projects too")
     parser.add_argument("--quick", action="store_true", help="one short round: shows that it works, measures nothing")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", type=wanted, default=list(_SECTIONS), metavar="SECTION,...")
+    parser.add_argument("--only", type=report.chosen(_SECTIONS), default=list(_SECTIONS), metavar="SECTION,...")
     return parser.parse_args()
 
 

@@ -196,15 +196,6 @@ class Upstream:
         except (aiohttp.ClientError, TimeoutError, OSError):
             return
 
-    async def healthy(self, url: str, timeout: float = 1.0) -> bool:
-        """Return whether a replica answers its health check."""
-        try:
-            async with asyncio.timeout(timeout):
-                async with self._open_session.get(f"{url}/health") as response:
-                    return response.status == 200
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return False
-
     async def probe(self, url: str, timeout: float) -> Probe:
         """Ask a replica for its health, and whether it is paused where it can tell (vLLM in dev mode)."""
         try:
