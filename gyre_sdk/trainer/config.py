@@ -20,6 +20,19 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+LossName = Literal[
+    "run", "run_mean", "grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo", "luspo", "vespo", "gspo"
+]  # fmt: skip
+SELECTIONS = ("paper", "all", "longest", "main_only")
+"""Selection rules that have a name."""
+
+
+def _check_reference(reference: str | None, key: str) -> None:
+    if reference is None:
+        return
+    module, colon, function = reference.partition(":")
+    if not (module and colon and function.isidentifier()):
+        raise ValueError(f"{key} = {reference!r} is not module:function, for example my_agent:run")
 
 
 class LoraConfig(msgspec.Struct, frozen=True):
@@ -30,6 +43,8 @@ class LoraConfig(msgspec.Struct, frozen=True):
     alpha: Positive = 32
     dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
     target_modules: str | list[str] = "all-linear"
+    load_in_4bit: bool = False
+    """Hold the frozen weights in 4 bits (QLoRA); needs the package bitsandbytes and a GPU."""
 
 
 class PolicyConfig(msgspec.Struct, frozen=True):
@@ -96,6 +111,15 @@ class RolloutConfig(msgspec.Struct, frozen=True):
     """Reward from which a run counts as a full success."""
 
 
+class RoleConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a role of calls counts."""
+
+    weight: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    """Factor on the loss weight of the role's tokens inside their run; 0 leaves them as context."""
+    j_max: NotNegative | None = None
+    """Trajectories of this role selected from a run at most; None: only `train.j_max` bounds them."""
+
+
 class TrainConfig(msgspec.Struct, frozen=True):
     """How the policy is trained."""
 
@@ -112,27 +136,89 @@ class TrainConfig(msgspec.Struct, frozen=True):
     epsilon: Annotated[float, msgspec.Meta(gt=0)] = 0.2
     epsilon_high: Annotated[float, msgspec.Meta(gt=0)] | None = None
     """None: as `epsilon`."""
-    loss_type: Literal["run_mean", "dapo", "dr_grpo"] = "run_mean"
-    """`run_mean`: mean over a run's tokens, then over runs (arXiv:2609.33848); the others as in TRL."""
+    delta: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """Upper bound of the ratio where the advantage is negative (two-sided clipping); None: none."""
+    loss_type: LossName = "run"
+    """`run`: mean over a run's tokens, then over runs (arXiv:2609.33848), also called `run_mean`; the others as in TRL,
+    sequence-level ones over calls."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """What a ratio is of: a token, or all targets of a call (their geometric mean)."""
     max_completion_length: Positive = 1024
     """Constant of `dr_grpo`."""
-    importance_sampling: Literal["bypass", "truncate"] = "bypass"
-    """`bypass`: clip against the log-probs at sampling. `truncate`: weigh by the ratio to them, cut at the cap."""
+    importance_sampling: Literal["bypass", "truncate", "mask", "off"] = "bypass"
+    """`bypass`: clip against the log-probs at sampling. `truncate`: weigh by the ratio to them, cut at the cap. `mask`: the
+    same, and leave out tokens above the cap. `off`: take the samples as the current policy's."""
     importance_sampling_cap: Annotated[float, msgspec.Meta(gt=0)] = 2.0
+    proximal: Literal["off", "current"] = "off"
+    """`current`: clip against the policy before this step, and weigh by its ratio to the log-probs at sampling."""
+    sapo_temperature_neg: Annotated[float, msgspec.Meta(gt=0)] = 1.05
+    """Of `sapo`, where the advantage is not positive."""
+    sapo_temperature_pos: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    """Of `sapo`, where the advantage is positive."""
+    vespo_k_pos: Annotated[float, msgspec.Meta(ge=0)] = 2.0
+    """Exponent of `vespo`, positive advantages."""
+    vespo_lambda_pos: Annotated[float, msgspec.Meta(ge=0)] = 3.0
+    """Decay of `vespo`, positive advantages."""
+    vespo_k_neg: Annotated[float, msgspec.Meta(ge=0)] = 3.0
+    """Exponent of `vespo`, negative advantages."""
+    vespo_lambda_neg: Annotated[float, msgspec.Meta(ge=0)] = 2.0
+    """Decay of `vespo`, negative advantages."""
+    beta: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Coefficient of the KL to the reference policy; 0 needs none."""
+    reference: Path | None = None
+    """Model folder of the reference policy. None: the starting policy, which with LoRA is the model with its adapters off."""
+    sync_ref_model: bool = False
+    """Move the reference towards the policy every `ref_model_sync_steps` steps, by `ref_model_mixup_alpha`."""
+    ref_model_mixup_alpha: Fraction = 0.6
+    """Share of the policy in a moved reference."""
+    ref_model_sync_steps: Positive = 512
+    entropy_coef: float = 0.0
+    """Coefficient of the mean entropy of the targets, which is added to the objective."""
     negative_advantage_scale: Annotated[float, msgspec.Meta(ge=0)] = 1.0
     """Factor on negative advantages."""
-    scale_rewards: Literal["group", "none"] = "group"
-    """`group` divides by the group's standard deviation."""
+    scale_rewards: Literal["group", "population", "none", "leave_one_out"] = "group"
+    """Advantage: reward minus the group's mean, divided by its standard deviation (`group`: of the sample; `population`) or
+    not (`none`); `leave_one_out`: reward minus the mean of the other runs."""
+    credit_hook: str | None = None
+    """`module:function` that gives advantages per call or role in place of the run's."""
+    selection: str = "paper"
+    """Rule that selects trajectories: `paper`, `all`, `longest`, `main_only`, or `module:function`."""
+    roles: dict[str, RoleConfig] = {}
+    """Roles in the order in which trajectories are drawn; those that are not named come last, with weight 1."""
     j_max: NotNegative = 5
     """Trajectories selected from a run at most; 0 for all."""
+    max_staleness: NotNegative | None = None
+    """Calls sampled by a version more than this many steps old become context; None trains all."""
+    mask_truncated_completions: bool = False
+    """Calls that were cut by their length limit become context."""
+    mismatch_threshold: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """Training stops when the trainer's log-probs of tokens sampled by the version in training differ from the engine's by
+    more than this many nats in the mean; None only reports."""
+    executor: Literal["auto", "flat", "gather", "dfs"] = "auto"
+    """How rows are computed: `flat` each by itself; `gather` and `dfs` share prefixes. `auto` looks at the model and the rows."""
+    unit_tokens: NotNegative = 0
+    """Path tokens after which a unit of training work is full; 0 makes one unit of a group."""
     micro_batch_tokens: Positive = 8192
     """Tokens of a forward pass, padding included; a longer row goes alone. On a CPU 1024 to 2048 are fastest."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    bf16: bool = False
+    """Mixed precision in bfloat16; weights, their sums and the optimizer stay in float32."""
     threads: NotNegative = 1
     """CPU threads of torch in the trainer; 0 leaves torch's choice."""
     seed: int = 0
     save_every: Positive = 1
     """Steps between checkpoints."""
     keep_checkpoints: Positive = 2
+    report_to: list[str] = []
+    """Trackers that get the metrics of every step, as in transformers: `tensorboard`, `trackio`, `wandb`, ..."""
+
+    def __post_init__(self) -> None:
+        _check_reference(self.credit_hook, "credit_hook")
+        if self.selection not in SELECTIONS:
+            _check_reference(self.selection, f"selection (one of {', '.join(SELECTIONS)}, or your own)")
+        if self.sync_ref_model and not self.beta:
+            raise ValueError("sync_ref_model = true needs beta above 0: without it there is no reference policy")
 
 
 class EngineConfig(msgspec.Struct, frozen=True):
@@ -151,6 +237,10 @@ class EngineConfig(msgspec.Struct, frozen=True):
     """File where the engine logs what it was sent and sampled."""
     options: list[str] = []
     """Further arguments of the engine's command line."""
+    transport: Literal["auto", "file", "lora", "nccl"] = "auto"
+    """How weights reach the engine: a file in shared memory, adapter files, or NCCL. `auto` takes what fits the policy."""
+    python: Path | None = None
+    """Python of the environment that vLLM is installed in; gyre starts the server with it."""
 
     def __post_init__(self) -> None:
         if self.kind == "vllm" and self.publish:
@@ -213,11 +303,3 @@ def load_config(path: Path | str, overrides: list[str] | dict[str, Any] | None =
             " give a Hugging Face model folder"
         )
     return config
-
-
-def _check_reference(reference: str | None, key: str) -> None:
-    if reference is None:
-        return
-    module, colon, function = reference.partition(":")
-    if not (module and colon and function.isidentifier()):
-        raise ValueError(f"{key} = {reference!r} is not module:function, for example my_agent:run")

@@ -211,7 +211,7 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
                 self._options,
                 logp_K=logp_K,
                 behaviour_K=per_target([row.logprobs for row in rows]),
-                advantage_K=per_target([np.full(len(row.targets), row.advantage) for row in rows]),
+                advantage_K=per_target([row.advantages for row in rows]),
                 coefficient_K=coefficients(self._options, per_target([row.weights for row in rows])),
                 entropy_K=entropy_K,
             )
@@ -258,7 +258,7 @@ def make_trainer(config: TrainConfig, model: Any, folder: Path, batches: Any, **
         max_grad_norm=config.max_grad_norm,
         epsilon=config.epsilon,
         epsilon_high=config.epsilon_high,
-        loss_type=config.loss_type,
+        loss_type="run_mean" if config.loss_type == "run" else config.loss_type,
         max_completion_length=config.max_completion_length,
         importance_sampling=config.importance_sampling,
         importance_sampling_cap=config.importance_sampling_cap,

@@ -36,7 +36,7 @@ def test_a_minimal_config_has_defaults_and_absolute_paths(tmp_path: Path) -> Non
     config = load_config(write(tmp_path))
     assert config.policy.model == tmp_path / "model"
     assert config.store.path == tmp_path / "out" / "store.db"
-    assert config.train.loss_type == "run_mean"
+    assert config.train.loss_type == "run"
     assert config.rollout.workspace == "docker"
 
 
@@ -51,7 +51,12 @@ def test_overrides_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [
         ("train.learning_rat=1", ["train.learning_rat", "did you mean 'learning_rate'?"]),
         ("train.steps=0", ["train.steps = 0", ">= 1"]),
-        ("train.loss_type=grpo", ["train.loss_type = 'grpo'"]),
+        ("train.loss_type=ppo", ["train.loss_type = 'ppo'"]),
+        ("train.selection=best", ["selection (one of paper, all, longest, main_only, or your own) = 'best'"]),
+        ("train.credit_hook=mine", ["credit_hook = 'mine' is not module:function"]),
+        ("train.sync_ref_model=true", ["sync_ref_model = true needs beta above 0"]),
+        ("train.roles.main.weigth=2", ["weigth"]),
+        ("train.roles.main.weight=-1", ["train.roles", ">= 0"]),
         ("rollout.runs_per_group=1", ["rollout.runs_per_group = 1", ">= 2"]),
         ("agent.function=nothing", ["function = 'nothing' is not module:function"]),
         ("tasks.folder=x", ["exactly one of loader and folder"]),
