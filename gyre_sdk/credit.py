@@ -34,6 +34,7 @@ __all__ = [
     "batch_scale",
     "group_credit",
     "run_weights",
+    "seed_of",
     "tally",
     "trajectories",
 ]
@@ -231,7 +232,7 @@ def trajectories(
         SettingsError: `j_max` or a role weight is out of range.
     """
     tree = RunTree.from_calls(calls)
-    selection = select(tree, j_max=j_max, seed=[seed % 2**64, _number(run)])
+    selection = select(tree, j_max=j_max, seed=seed_of(run, seed))
     weights = run_weights(tree, selection, role_weights=role_weights)
     return [
         TrajectoryRecord(
@@ -249,6 +250,11 @@ def trajectories(
     ]
 
 
+def seed_of(run: RunId, seed: int) -> list[int]:
+    """Return the seed of a run's selection under the seed of all: the same in every process."""
+    return [seed % 2**64, int.from_bytes(blake2b(run.encode(), digest_size=8).digest(), "little")]
+
+
 def _scored(run: RunRecord) -> bool:
     """Tell whether a run has an evaluated reward: a finite number, and no placeholder."""
     return run.reward is not None and isfinite(run.reward) and not run.placeholder
@@ -260,8 +266,3 @@ def _dropped(votes: list[float]) -> Dropped | None:
     size = max(abs(vote) for vote in votes)
     flat = max(votes) - min(votes) <= max(_ROUNDING_ABSOLUTE, _ROUNDING_RELATIVE * size)
     return Dropped.FLAT if flat else None
-
-
-def _number(run: RunId) -> int:
-    """Return a number for a run's id that is the same in every process."""
-    return int.from_bytes(blake2b(run.encode(), digest_size=8).digest(), "little")

@@ -24,7 +24,8 @@ from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import disable_dropout_in_model
 
 from gyre_sdk.errors import TrainerError
-from gyre_sdk.trainer.attention.flat import FlatExecutor, collate, plan
+from gyre_sdk.trainer.attention.budget import Budget
+from gyre_sdk.trainer.attention.flat import FlatExecutor
 from gyre_sdk.trainer.config import TrainConfig
 from gyre_sdk.trainer.loss import SUMS, LossOptions, Totals, coefficients, denominator, describe, token_loss
 from gyre_sdk.trainer.units import Unit
@@ -142,7 +143,8 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
         self._on_step = on_step
         self._on_saved = on_saved
         self._options = args.loss_options()
-        self._executor = FlatExecutor(self.model)
+        autocast = torch.bfloat16 if args.bf16 else None
+        self._executor = FlatExecutor(self.model, Budget(tokens=args.micro_batch_tokens, autocast=autocast))
         self._done: StepReport | None = None
         self._grad_norm = 0.0
         self._learning_rate = 0.0
@@ -198,25 +200,31 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
     def _accumulate(self, unit: Unit) -> torch.Tensor:
         """Add a unit's summed gradient; return its sums for the log."""
         sums = torch.zeros(len(SUMS), dtype=torch.float64)
-        ids, targets = [row.ids for row in unit.rows], [row.targets for row in unit.rows]
-        for order in plan([int(row.targets[-1]) for row in unit.rows], self.args.micro_batch_tokens):
-            rows = [unit.rows[place] for place in order]
-            with self.accelerator.autocast():
-                logp_K, entropy_K = self._executor(collate(ids, targets, order))
+        weight_K, advantage_K, behaviour_K = (
+            torch.from_numpy(np.concatenate(parts))
+            for parts in (
+                [row.weights for row in unit.rows],
+                [row.advantages for row in unit.rows],
+                [row.logprobs for row in unit.rows],
+            )
+        )
 
-            def per_target(parts: list[Any], like: torch.Tensor = logp_K) -> torch.Tensor:
-                return torch.from_numpy(np.concatenate(parts)).to(like.device, like.dtype)
+        def objective(logp_C: torch.Tensor, entropy_C: torch.Tensor, index_C: torch.Tensor) -> torch.Tensor:
+            def picked(values_K: torch.Tensor) -> torch.Tensor:
+                return values_K[index_C.cpu()].to(logp_C.device, logp_C.dtype)
 
             found = token_loss(
                 self._options,
-                logp_K=logp_K,
-                behaviour_K=per_target([row.logprobs for row in rows]),
-                advantage_K=per_target([row.advantages for row in rows]),
-                coefficient_K=coefficients(self._options, per_target([row.weights for row in rows])),
-                entropy_K=entropy_K,
+                logp_K=logp_C,
+                behaviour_K=picked(behaviour_K),
+                advantage_K=picked(advantage_K),
+                coefficient_K=coefficients(self._options, picked(weight_K)),
+                entropy_K=entropy_C.detach(),
             )
-            self.accelerator.backward(found.loss_sum)
-            sums += found.sums.to("cpu", torch.float64)
+            sums.add_(found.sums.to("cpu", torch.float64))
+            return found.loss_sum
+
+        self._executor.forward_backward(unit.rows, objective)
         return sums
 
     def _close(self, divide_by: float) -> None:

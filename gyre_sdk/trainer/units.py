@@ -12,16 +12,17 @@ Promise 9 of the design: whatever is recorded and not trained is counted, with t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gyre_sdk.credit import Baseline, GroupCredit, group_credit, trajectories
+from gyre_sdk.credit import Baseline, GroupCredit, group_credit, run_weights, seed_of
 from gyre_sdk.journal.reader import Reader
-from gyre_sdk.records import CallRecord, RunRecord, Sampling, TrajectoryRecord
+from gyre_sdk.records import CallId, CallRecord, RunId, RunRecord, Sampling
+from gyre_sdk.select import Selected, select
 from gyre_sdk.tree import RunTree, SampledCall
 
 NOT_REPRODUCIBLE = "call_sampling"
@@ -29,9 +30,22 @@ NOT_REPRODUCIBLE = "call_sampling"
 _NEUTRAL: tuple[object, ...] = (None, 0, 0.0, False, {}, [])
 
 
+def _unset_integers() -> NDArray[np.int32]:
+    return np.empty(0, np.int32)
+
+
+def _unset_numbers() -> NDArray[np.float64]:
+    return np.empty(0, np.float64)
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A trajectory as the trainer takes it. K targets."""
+    """A trajectory as the trainer takes it. K targets.
+
+    What is left out of the last five fields is filled in: one call (the leaf, in the row's role), the run's advantage
+    on every target, temperature 1. `dataclasses.replace` keeps the filled-in values: change `advantages` together with
+    `advantage`.
+    """
 
     run: str
     leaf: str
@@ -48,23 +62,58 @@ class Row:
     """Version that sampled each target, (K,)."""
     advantage: float
     """Advantage of the run, on every row unsplit."""
+    calls: NDArray[np.int32] = field(default_factory=_unset_integers)
+    """Index into `call_ids` of the call that sampled each target, (K,)."""
+    call_ids: tuple[str, ...] = ()
+    """Calls that sampled the targets, in the order of the path."""
+    call_roles: tuple[str, ...] = ()
+    """Their roles."""
+    advantages: NDArray[np.float64] = field(default_factory=_unset_numbers)
+    """Advantage per target, (K,): the run's, unless roles or calls have rewards of their own."""
+    temperatures: NDArray[np.float64] = field(default_factory=_unset_numbers)
+    """Temperature that each target was sampled with, (K,)."""
+
+    def __post_init__(self) -> None:
+        """Fill in what was left out."""
+        count = len(self.targets)
+        if not self.call_ids:
+            object.__setattr__(self, "call_ids", (self.leaf,))
+            object.__setattr__(self, "call_roles", (self.role,))
+        for name, array, value in (
+            ("calls", self.calls, np.zeros(count, np.int32)),
+            ("advantages", self.advantages, np.full(count, self.advantage, np.float64)),
+            ("temperatures", self.temperatures, np.ones(count, np.float64)),
+        ):
+            if not len(array):
+                object.__setattr__(self, name, value)
 
     @classmethod
-    def from_record(cls, record: TrajectoryRecord) -> Row | None:
-        """Take a selected trajectory; None for one without targets or without an advantage."""
-        targets = np.flatnonzero(np.asarray(record.owned)).astype(np.int32)
-        if record.advantage is None or not len(targets):
-            return None
+    def of(
+        cls,
+        run: str,
+        tree: RunTree,
+        selected: Selected,
+        weights: NDArray[np.float64],
+        advantage: float,
+        temperatures: Mapping[str, float],
+    ) -> Row:
+        """Take a selected path with the loss weight of each of its targets, (K,), and the temperature of each call."""
+        spans = selected.owned_spans
+        sizes = [span.stop - span.start for span in spans]
         return cls(
-            run=record.run,
-            leaf=record.leaf,
-            role=record.role,
-            ids=np.asarray(record.path_ids, dtype=np.int32),
-            targets=targets,
-            weights=np.asarray(record.weights, dtype=np.float64)[targets],
-            logprobs=np.asarray(record.logprobs, dtype=np.float64)[targets],
-            versions=np.asarray(record.versions, dtype=np.int32)[targets],
-            advantage=float(record.advantage),
+            run=run,
+            leaf=selected.leaf,
+            role=selected.role,
+            ids=selected.path.ids,
+            targets=np.concatenate([np.arange(span.start, span.stop, dtype=np.int32) for span in spans]),
+            weights=weights,
+            logprobs=np.concatenate([tree.logprobs(span.call) for span in spans], dtype=np.float64),
+            versions=np.concatenate([tree.versions(span.call) for span in spans]),
+            advantage=advantage,
+            calls=np.repeat(np.arange(len(spans), dtype=np.int32), sizes),
+            call_ids=tuple(span.call for span in spans),
+            call_roles=tuple(tree.role(span.call) for span in spans),
+            temperatures=np.repeat([temperatures.get(span.call, 1.0) for span in spans], sizes),
         )
 
 
@@ -133,15 +182,24 @@ class Sealer:
             advantage = credit.advantages.get(run.run)
             if advantage is None:
                 continue
-            calls = [_sampled(call, dropped) for call in calls_of(run.run)]
-            for reason, count in RunTree.from_calls(calls).untrained_counts().items():
+            records = list(calls_of(run.run))
+            temperatures = {call.call: call.sampling.temperature for call in records}
+            tree = RunTree.from_calls(_sampled(call, dropped) for call in records)
+            for reason, count in tree.untrained_counts().items():
                 if reason != "excluded":  # counted above, by its cause
                     dropped[f"call_{reason}"] += count
-            found = trajectories(run.run, calls, j_max=self.j_max, seed=self.seed, advantage=advantage)
-            kept = [row for row in map(Row.from_record, found) if row is not None]
+            kept = self._rows(run.run, tree, advantage, temperatures)
             dropped["run_without_targets"] += not kept
             rows += kept
         return SealedGroup(group, tuple(self._units(group, rows)), credit, +dropped)
+
+    def _rows(self, run: RunId, tree: RunTree, advantage: float, temperatures: Mapping[CallId, float]) -> list[Row]:
+        selection = select(tree, j_max=self.j_max, seed=seed_of(run, self.seed))
+        weights = run_weights(tree, selection)
+        return [
+            Row.of(run, tree, selected, weight[selected.owned], advantage, temperatures)
+            for selected, weight in zip(selection, weights, strict=True)
+        ]
 
     def _units(self, group: str, rows: Sequence[Row]) -> list[Unit]:
         units: list[Unit] = []
@@ -172,9 +230,11 @@ def digest(rows: Iterable[Row]) -> str:
     """Return the hash of rows: every number that the gradient depends on."""
     found = blake2b(digest_size=16)
     for row in rows:
-        for text in (row.run, row.leaf, row.role, repr(row.advantage)):
+        names = (*row.call_ids, *row.call_roles)
+        for text in (row.run, row.leaf, row.role, repr(row.advantage), str(len(row.call_ids)), *names):
             found.update(text.encode() + b"\0")
-        for array in (row.ids, row.targets, row.weights, row.logprobs, row.versions):
+        numbers = (row.ids, row.targets, row.weights, row.logprobs, row.versions)
+        for array in (*numbers, row.calls, row.advantages, row.temperatures):
             found.update(len(array).to_bytes(8, "little") + array.tobytes())
     return found.hexdigest()
 

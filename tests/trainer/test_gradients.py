@@ -21,6 +21,8 @@ from tiny_policy import VOCAB, gradient, random_row, relative, tiny_model, unit_
 from transformers.models.qwen3 import modeling_qwen3
 from trl import GRPOConfig, GRPOTrainer
 
+from gyre_sdk.trainer.attention.budget import Budget
+from gyre_sdk.trainer.attention.flat import FlatExecutor
 from gyre_sdk.trainer.loss import SUMS, Totals, denominator
 from gyre_sdk.trainer.trainer import TreeGRPOConfig, TreeGRPOTrainer
 from gyre_sdk.trainer.units import Row, Unit
@@ -201,6 +203,9 @@ def split_row(row: Row, at: list[int]) -> list[Row]:
             weights=row.weights[start:stop],
             logprobs=row.logprobs[start:stop],
             versions=row.versions[start:stop],
+            calls=row.calls[start:stop],
+            advantages=row.advantages[start:stop],
+            temperatures=row.temperatures[start:stop],
         )
         for start, stop in pairwise(bounds)
         if stop > start
@@ -283,7 +288,11 @@ def test_truncated_importance_sampling_is_a_weighted_policy_gradient(tmp_path: P
 def test_negative_advantages_can_be_scaled(tmp_path: Path) -> None:
     model = tiny_model()
     rows = some_rows(model)
-    by_hand = [replace(row, advantage=row.advantage * (0.5 if row.advantage < 0 else 1.0)) for row in rows]
+    halved = [0.5 if row.advantage < 0 else 1.0 for row in rows]
+    by_hand = [
+        replace(row, advantage=row.advantage * factor, advantages=row.advantages * factor)
+        for row, factor in zip(rows, halved, strict=True)
+    ]
     found = ours(model, [unit_of(rows)], tmp_path, negative_advantage_scale=0.5)
     assert relative(found, ours(model, [unit_of(by_hand)], tmp_path)) < 1e-6
 
@@ -311,9 +320,10 @@ def test_a_head_with_scaled_logits_is_run_whole(tmp_path: Path) -> None:
     assert sums["ratio"] / sums["targets"] == pytest.approx(1.0, abs=1e-5)
 
 
-def test_a_large_head_is_projected_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_head_is_projected_in_parts(tmp_path: Path) -> None:
     model = tiny_model()
     rows = some_rows(model)
     wanted = ours(model, [unit_of(rows)], tmp_path)
-    monkeypatch.setattr("gyre_sdk.trainer.attention.flat._LOGITS_AT_ONCE", 5 * VOCAB)
-    assert relative(ours(model, [unit_of(rows)], tmp_path), wanted) < 1e-6
+    trainer = make_trainer(model, tmp_path)
+    trainer._executor = FlatExecutor(trainer.model, Budget(logits=5 * VOCAB))
+    assert relative(step(trainer, [unit_of(rows)]), wanted) < 1e-6

@@ -14,7 +14,7 @@ import torch
 from gyre_sdk.credit import Baseline
 from gyre_sdk.records import CallId, CallRecord, CallStatus, LaneId, RunId, RunRecord, RunStatus, Sampling, VersionSpan
 from gyre_sdk.trainer.loss import LossOptions, Totals, coefficients, denominator, token_loss
-from gyre_sdk.trainer.units import SealedGroup, Sealer, digest, reproducible
+from gyre_sdk.trainer.units import Row, SealedGroup, Sealer, digest, reproducible
 
 CASES = Path(__file__).parents[3] / "shared" / "cases" / "loss"
 
@@ -235,8 +235,32 @@ def test_the_id_covers_every_number_of_a_row() -> None:
         replace(row, versions=row.versions + 1),
         replace(row, targets=row.targets[1:]),
         replace(row, run="other"),
+        replace(row, calls=row.calls + 1),
+        replace(row, call_ids=("other",)),
+        replace(row, call_roles=("other",)),
+        replace(row, advantages=row.advantages * 2),
+        replace(row, temperatures=row.temperatures * 2),
     ]
-    assert len({digest([row]), *(digest([other]) for other in changed)}) == 8
+    assert len({digest([row]), *(digest([other]) for other in changed)}) == len(changed) + 1
+
+
+def test_a_row_knows_the_call_of_each_target() -> None:
+    runs, calls = two_runs()
+    first = calls["a"][0]
+    history = [*first.prompt_ids, *first.sampled_ids, 7]
+    calls["a"] += [call("a", "d", history, [8, 9], role="critic")]
+    row = next(row for row in seal(runs, calls).units[0].rows if row.run == "a")
+    assert row.call_ids == ("a-c", "a-d") and row.call_roles == ("main", "critic")
+    assert row.calls.tolist() == [0] * 4 + [1] * 2 and row.calls.dtype == np.int32
+    assert row.advantages.tolist() == [row.advantage] * 6 and row.temperatures.tolist() == [1.0] * 6
+
+
+def test_a_row_fills_in_what_is_left_out() -> None:
+    ids = np.arange(4, dtype=np.int32)
+    numbers = {"weights": np.full(2, 0.5), "logprobs": np.full(2, -1.0), "versions": np.zeros(2, np.int32)}
+    row = Row("r", "leaf", "main", ids, np.array([1, 3], np.int32), **numbers, advantage=-0.5)
+    assert (row.call_ids, row.call_roles, row.calls.tolist()) == (("leaf",), ("main",), [0, 0])
+    assert row.advantages.tolist() == [-0.5, -0.5] and row.temperatures.tolist() == [1.0, 1.0]
 
 
 def test_j_max_bounds_the_rows_of_a_run() -> None:
