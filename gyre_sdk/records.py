@@ -21,6 +21,9 @@ Version = NewType("Version", int)
 MAIN = "main"
 SUBAGENT = "subagent"
 SUMMARY_SUFFIX = "-summary"
+LEAST_TEMPERATURE = 0.01
+"""Below it engines sample greedily (0) or at this temperature (vLLM)."""
+_NEUTRAL: tuple[object, ...] = (None, 0, 0.0, False, {}, [])
 ROLE_ORDER: tuple[str, ...] = ("main", "main-summary", "subagent", "subagent-summary")
 """Default priority of roles in selection (arXiv:2609.33848): first is claimed first."""
 
@@ -61,6 +64,8 @@ class ForkReason(StrEnum):
     TOOLS_CHANGED = "tools_changed"
     SYSTEM_CHANGED = "system_changed"
     RETRY = "retry"
+    ROUTES = "routes"
+    """The same tokens, computed by other experts."""
     UNKNOWN = "unknown"
 
 
@@ -89,6 +94,23 @@ class Sampling(msgspec.Struct, frozen=True):
     seed: int | None = None
     extra: dict[str, Any] = {}
     """Further fields that change the sampled distribution (`min_p`, `logit_bias`, penalties), as sent."""
+
+    @property
+    def irreproducible(self) -> str | None:
+        """What keeps a trainer from computing the sampled distribution, as `name=value`; None when it can.
+
+        It can where every token was drawn from `softmax(logits / temperature)` over the whole vocabulary.
+        """
+        if self.temperature < LEAST_TEMPERATURE:
+            return f"temperature={self.temperature:g}"
+        if self.top_p != 1.0:
+            return f"top_p={self.top_p:g}"
+        if self.top_k > 0:
+            return f"top_k={self.top_k}"
+        for name, value in sorted(self.extra.items()):
+            if value not in _NEUTRAL and not (name == "repetition_penalty" and value == 1.0):
+                return f"{name}={value}"
+        return None
 
 
 class RunRecord(msgspec.Struct, frozen=True):

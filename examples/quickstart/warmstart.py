@@ -10,9 +10,13 @@ import hashlib
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from traces import Row
 
 CACHE = Path(".cache/quickstart")
 
@@ -69,17 +73,11 @@ def warm_start(
 
 def train(folder: Path, settings: WarmStart, progress: Callable[[str], None] = lambda line: None) -> None:
     """Train without looking at the cache and save to `folder`."""
-    import datasets
-    import transformers
-    from policy import as_transformers, make_model, make_renderer, make_tokenizer, save_policy
+    from policy import make_renderer, make_tokenizer
     from tasks import Split, generate
     from traces import in_batches, make_rows
-    from transformers import PrinterCallback, TrainerCallback
-    from trl import SFTConfig, SFTTrainer
 
     started = time.monotonic()
-    datasets.disable_progress_bars()
-    transformers.utils.logging.disable_progress_bar()
     tokenizer = make_tokenizer()
     # Another seed than the tasks of the demo itself, so most of those are new to the policy.
     tasks = generate(Split.TRAIN, settings.traces, seed=1000 + settings.seed)
@@ -88,6 +86,23 @@ def train(folder: Path, settings: WarmStart, progress: Callable[[str], None] = l
     progress(
         f"warm start: {len(rows)} rows, {sum(len(r.ids) for r in rows)} tokens, {time.monotonic() - started:.0f} s"
     )
+    fit(folder, rows, settings, progress)
+
+
+def fit(
+    folder: Path, rows: Sequence[Row], settings: WarmStart, progress: Callable[[str], None] = lambda line: None
+) -> None:
+    """Train a new policy on rows, in their order, and save it to `folder`."""
+    import datasets
+    import transformers
+    from policy import as_transformers, make_model, make_tokenizer, save_policy
+    from transformers import PrinterCallback, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    started = time.monotonic()
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    tokenizer = make_tokenizer()
     dataset = datasets.Dataset.from_dict(
         {"input_ids": [list(r.ids) for r in rows], "completion_mask": [list(r.mask) for r in rows]}
     )

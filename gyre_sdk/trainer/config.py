@@ -260,6 +260,9 @@ class ProxyConfig(msgspec.Struct, frozen=True):
     renderer: str = "auto"
     """Renderer between messages and tokens, for example `qwen3`."""
     renderer_options: dict[str, Any] = {}
+    sampling: Literal["refuse", "untrained"] = "refuse"
+    """Calls of training runs with settings that the trainer cannot reproduce (greedy, top-p, top-k, min-p, penalties,
+    grammars): refused with what to change, or served, counted and not trained."""
     options: list[str] = []
     """Further arguments of `gyre serve`."""
 

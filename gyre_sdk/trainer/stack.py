@@ -238,6 +238,7 @@ class Stack:
                 str(config.policy.model),
             ]
             arguments += ["--port", str(port), "--service-key-file", str(key_file)]
+            arguments += ["--sampling", config.proxy.sampling]
             if config.proxy.renderer != "auto":
                 arguments += ["--renderer", config.proxy.renderer]
             for name, value in config.proxy.renderer_options.items():

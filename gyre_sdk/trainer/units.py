@@ -27,7 +27,6 @@ from gyre_sdk.tree import RunTree, SampledCall
 
 NOT_REPRODUCIBLE = "call_sampling"
 """Counted calls: the trainer cannot compute the distribution they were sampled from."""
-_NEUTRAL: tuple[object, ...] = (None, 0, 0.0, False, {}, [])
 
 
 def _unset_integers() -> NDArray[np.int32]:
@@ -218,12 +217,8 @@ class Sealer:
 
 
 def reproducible(sampling: Sampling) -> bool:
-    """Tell whether the sampling distribution was the model's own, which is the one that the trainer computes."""
-    if sampling.temperature != 1.0 or sampling.top_p != 1.0 or sampling.top_k > 0:
-        return False
-    return all(
-        value in _NEUTRAL or (name == "repetition_penalty" and value == 1.0) for name, value in sampling.extra.items()
-    )
+    """Tell whether the trainer can compute the sampled distribution: the model's own, at the recorded temperature."""
+    return sampling.irreproducible is None
 
 
 def digest(rows: Iterable[Row]) -> str:

@@ -316,7 +316,8 @@ def test_a_run_without_targets_leaves_the_denominator() -> None:
     ("sampling", "wanted"),
     [
         (Sampling(), True),
-        (Sampling(temperature=0.7), False),
+        (Sampling(temperature=0.7), True),
+        (Sampling(temperature=0.0), False),
         (Sampling(top_p=0.9), False),
         (Sampling(top_k=20), False),
         (Sampling(extra={"min_p": 0.05}), False),

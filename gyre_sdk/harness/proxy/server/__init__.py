@@ -2,6 +2,6 @@
 
 from gyre_sdk.harness.proxy.server.app import ProxyServer
 from gyre_sdk.harness.proxy.server.main import main
-from gyre_sdk.harness.proxy.server.settings import HistoryPolicy, ProxySettings, new_key
+from gyre_sdk.harness.proxy.server.settings import HistoryPolicy, ProxySettings, SamplingPolicy, new_key
 
-__all__ = ["HistoryPolicy", "ProxyServer", "ProxySettings", "main", "new_key"]
+__all__ = ["HistoryPolicy", "ProxyServer", "ProxySettings", "SamplingPolicy", "main", "new_key"]

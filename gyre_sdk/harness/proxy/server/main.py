@@ -21,7 +21,7 @@ from gyre_sdk.harness.proxy.server.budgets import Prices
 from gyre_sdk.harness.proxy.server.children import Child, supervise
 from gyre_sdk.harness.proxy.server.metrics import loopback
 from gyre_sdk.harness.proxy.server.process import serve_process
-from gyre_sdk.harness.proxy.server.settings import HistoryPolicy, ProxySettings, new_key
+from gyre_sdk.harness.proxy.server.settings import HistoryPolicy, ProxySettings, SamplingPolicy, new_key
 from gyre_sdk.harness.proxy.server.specs import Models, read_specs
 from gyre_sdk.harness.proxy.server.workers import Workers
 from gyre_sdk.journal import store_file
@@ -128,6 +128,7 @@ def _settings(options: argparse.Namespace, models: Models) -> ProxySettings:
         model=models.folder,
         hosted=models.hosted,
         renderer=options.renderer,
+        sampling=SamplingPolicy(options.sampling),
         renderer_options=dict(_option(text) for text in options.renderer_option),
         history=HistoryPolicy(options.history),
         host=options.host,
@@ -217,6 +218,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--renderer-option", action="append", default=[], metavar="NAME=VALUE", help="of the renderer; repeatable")
     policies = [policy.value for policy in HistoryPolicy]
     add("--history", choices=policies, default="bridge", help="what a recorded turn becomes in the next prompt")
+    policies = [policy.value for policy in SamplingPolicy]
+    add("--sampling", choices=policies, default="untrained", help="calls of groups that a trainer cannot reproduce")
     add("--max-tokens", type=int, default=1024, help="for requests that give no limit (1024)")
     add("--context", type=int, help="longest prompt + answer; else the model's own")
     add("--classifier", default="", help="for agents with one key for everything: a preset, or module:attribute")

@@ -24,7 +24,7 @@ from gyre_sdk.harness.proxy.server.hosted_turns import prepare_hosted, revive_ho
 from gyre_sdk.harness.proxy.server.model_call import OPEN, ModelCall
 from gyre_sdk.harness.proxy.server.names import fresh_name
 from gyre_sdk.harness.proxy.server.provider import Provider, wire_messages
-from gyre_sdk.harness.proxy.server.settings import HistoryPolicy, new_key
+from gyre_sdk.harness.proxy.server.settings import HistoryPolicy, SamplingPolicy, new_key
 from gyre_sdk.harness.proxy.server.speech import PROMPT_TAIL
 from gyre_sdk.harness.proxy.server.state import Lane, Orphan, RequestRecord, RunState, key_digest, new_lane_id
 from gyre_sdk.harness.proxy.server.turns import Turn
@@ -35,7 +35,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _NOT_TRAINED = ("logit_bias", "allowed_token_ids", "bad_words")
-"""Sampling fields refused in a run whose rewards are compared."""
+"""Sampling fields refused in a run whose rewards are compared, whatever the service's `sampling` says."""
 
 _KEPT_WHOLE = 4096
 """Requests up to this many bytes are kept as they are for the retries of their turn; others without what is recorded."""
@@ -328,7 +328,27 @@ def _resolve(
     grammar = _grammar(request, template, origin.prompt, longest)
     if grammar is not None:
         extra["structured_outputs"] = grammar
-    return msgspec.structs.replace(sampling, max_tokens=longest, stop_token_ids=stops, extra=extra)
+    resolved = msgspec.structs.replace(sampling, max_tokens=longest, stop_token_ids=stops, extra=extra)
+    if run.training and services.settings.sampling is SamplingPolicy.REFUSE:
+        _check_reproducible(resolved)
+    return resolved
+
+
+def _check_reproducible(sampling: Sampling) -> None:
+    """Refuse a call that a trainer would have to leave out."""
+    setting = sampling.irreproducible
+    if setting is None:
+        return
+    name = setting.partition("=")[0]
+    if name == "structured_outputs":
+        setting = "an answer held to a grammar (response_format, a strict tool, a forced tool)"
+    raise ProtocolError(
+        f"{setting} is refused while a trainer uses the run: it cannot compute the distribution that this samples from."
+        " Leave it out (any temperature from 0.01 is fine); or start the service with --sampling untrained, and such"
+        " calls are served, counted and not trained",
+        code="invalid_value",
+        param=name,
+    )
 
 
 def _room(services: Services, run: RunState, at: float, calls: int, prompt: int, prices: Prices) -> int | None:

@@ -22,6 +22,15 @@ class HistoryPolicy(StrEnum):
     """What the model's template shows; exact ids as long as the template keeps them."""
 
 
+class SamplingPolicy(StrEnum):
+    """What happens to calls of a group's runs whose distribution a trainer cannot compute (`Sampling.irreproducible`)."""
+
+    UNTRAINED = "untrained"
+    """They are served and recorded; training leaves them out and counts them."""
+    REFUSE = "refuse"
+    """They are refused, with what to change."""
+
+
 class ProxySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the proxy runs."""
 
@@ -39,6 +48,8 @@ class ProxySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     history: HistoryPolicy = HistoryPolicy.BRIDGE
     histories: dict[str, HistoryPolicy] = {}
     """By role of the lane; other roles use `history`."""
+    sampling: SamplingPolicy = SamplingPolicy.UNTRAINED
+    """For runs whose rewards are compared (those of a group)."""
     model_name: str = "policy"
     """What `/v1/models` lists. Requests may name any model."""
     host: str = "127.0.0.1"
