@@ -145,12 +145,22 @@ class TrainConfig(msgspec.Struct, frozen=True):
     """What a ratio is of: a token, or all targets of a call (their geometric mean)."""
     max_completion_length: Positive = 1024
     """Constant of `dr_grpo`."""
-    importance_sampling: Literal["bypass", "truncate", "mask", "off"] = "bypass"
-    """`bypass`: clip against the log-probs at sampling. `truncate`: weigh by the ratio to them, cut at the cap. `mask`: the
-    same, and leave out tokens above the cap. `off`: take the samples as the current policy's."""
-    importance_sampling_cap: Annotated[float, msgspec.Meta(gt=0)] = 2.0
-    proximal: Literal["off", "current"] = "off"
-    """`current`: clip against the policy before this step, and weigh by its ratio to the log-probs at sampling."""
+    importance_sampling: Literal[
+        "bypass", "off", "truncate", "mask", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = "bypass"
+    """`bypass`: clip against the log-probs at sampling. `truncate`: weigh by the ratio to them, cut at the bounds. `mask`: the
+    same, and leave out what is outside. `sequence_*`: the ratio of a call. `off`: take the samples as the policy's own."""
+    importance_sampling_cap: Annotated[float, msgspec.Meta(gt=0)] | None = 2.0
+    """Upper bound of that ratio; None: none."""
+    importance_sampling_floor: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """Lower bound; None: none."""
+    proximal: Literal["current", "interpolated"] = "current"
+    """What the clipped ratio is against, unless `bypass`: the policy before this step, or between it and the one that
+    sampled, by staleness."""
+    off_policy_mask_threshold: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """Calls with a negative advantage that have drifted from their sampling by more nats per token leave; None: none."""
+    top_entropy_quantile: Fraction = 1.0
+    """Share of a unit's targets, those of highest entropy, that the policy's loss takes."""
     sapo_temperature_neg: Annotated[float, msgspec.Meta(gt=0)] = 1.05
     """Of `sapo`, where the advantage is not positive."""
     sapo_temperature_pos: Annotated[float, msgspec.Meta(gt=0)] = 1.0
@@ -172,6 +182,8 @@ class TrainConfig(msgspec.Struct, frozen=True):
     ref_model_mixup_alpha: Fraction = 0.6
     """Share of the policy in a moved reference."""
     ref_model_sync_steps: Positive = 512
+    use_bias_correction_kl: bool = True
+    """Multiply the KL by the ratio, so that its gradient is the reverse KL's."""
     entropy_coef: float = 0.0
     """Coefficient of the mean entropy of the targets, which is added to the objective."""
     negative_advantage_scale: Annotated[float, msgspec.Meta(ge=0)] = 1.0
