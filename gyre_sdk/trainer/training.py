@@ -22,7 +22,7 @@ from gyre_sdk.errors import SettingsError, TrainerError
 from gyre_sdk.harness.hooks import unobserved
 from gyre_sdk.harness.ports import Observer
 from gyre_sdk.trainer.checkpoints import folder_digest, remove_after
-from gyre_sdk.trainer.config import TrainerConfig
+from gyre_sdk.trainer.config import TrainConfig, TrainerConfig
 from gyre_sdk.trainer.ledger import (
     CheckpointSaved,
     GroupClosed,
@@ -111,6 +111,15 @@ def train(
     return _Training(stack).run()
 
 
+def make_sealer(config: TrainConfig) -> Sealer:
+    """Return what seals the units that a config describes."""
+    return Sealer(
+        j_max=config.j_max or None,
+        seed=config.seed,
+        baseline=Baseline.SAMPLE_STD if config.scale_rewards == "group" else Baseline.MEAN,
+    )
+
+
 class _Training:
     """One training on a running stack."""
 
@@ -136,11 +145,7 @@ class _Training:
             concurrency=config.rollout.concurrency,
             check=stack.check,
         )
-        self._sealer = Sealer(
-            j_max=config.train.j_max or None,
-            seed=config.train.seed,
-            baseline=Baseline.SAMPLE_STD if config.train.scale_rewards == "group" else Baseline.MEAN,
-        )
+        self._sealer = make_sealer(config.train)
         self._step = _Step()
         self._unpublished = False
         self._hopeless = 0
