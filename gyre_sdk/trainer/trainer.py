@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
@@ -25,9 +25,10 @@ from trl.trainer.utils import disable_dropout_in_model
 
 from gyre_sdk.errors import TrainerError
 from gyre_sdk.trainer.attention.budget import Budget
+from gyre_sdk.trainer.attention.executor import Objective, linearised
 from gyre_sdk.trainer.attention.flat import FlatExecutor
 from gyre_sdk.trainer.config import TrainConfig
-from gyre_sdk.trainer.loss import SUMS, LossOptions, Totals, coefficients, denominator, describe, token_loss
+from gyre_sdk.trainer.loss import LossOptions, LossSums, Targets, Totals, denominator, describe, loss, loss_sum
 from gyre_sdk.trainer.units import Unit
 
 Batches = Callable[[int], Iterable[Unit]]
@@ -44,7 +45,7 @@ class TreeGRPOConfig(_BaseConfig):
     bf16: bool | None = field(default=False, metadata={"help": "Mixed precision in bfloat16."})
     remove_unused_columns: bool | None = field(default=False, metadata={"help": "There are no columns."})
     disable_dropout: bool = field(default=True, metadata={"help": "Dropout would make the ratio to sampling noisy."})
-    loss_type: str = field(default="run_mean", metadata={"help": "`run_mean`, `dapo` or `dr_grpo`."})
+    loss_type: str = field(default="run", metadata={"help": "See `gyre_sdk.trainer.loss`."})
     epsilon: float = field(default=0.2, metadata={"help": "Lower (and upper) clip range of the ratio."})
     epsilon_high: float | None = field(default=None, metadata={"help": "Upper clip range; None: as `epsilon`."})
     max_completion_length: int = field(default=1024, metadata={"help": "Constant of `dr_grpo`."})
@@ -168,19 +169,18 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
         model.train()
         step = self.state.global_step + 1
         totals = Totals()
-        sums = torch.zeros(len(SUMS), dtype=torch.float64)
+        found = LossSums()
         units: list[str] = []
         for unit in self._batches(step):
-            sums += self._accumulate(unit)
-            totals.add(runs=unit.runs, rows=len(unit.rows), targets=unit.tokens)
+            found.add(self._accumulate(unit, totals))
             units.append(unit.id)
-        if totals.targets == 0:
-            model.zero_grad()  # no unit: every gradient is None, and the optimizer passes over all weights
+        divide_by = denominator(self._options, totals, found.sums)
+        if divide_by == 0:
+            model.zero_grad()  # nothing to train: every gradient is None, and the optimizer passes over all weights
             self._done = StepReport(step, [], totals, {})
             return torch.zeros((), device=self.args.device)
-        divide_by = denominator(self._options, totals)
         self._close(divide_by)
-        metrics = describe(sums, divide_by)
+        metrics = describe(self._options, found, divide_by)
         self._done = StepReport(step, units, totals, metrics)
         return torch.tensor(metrics["loss"], device=self.args.device)
 
@@ -197,35 +197,22 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
 
     # -- inside a step -----------------------------------------------------------------------------------------------
 
-    def _accumulate(self, unit: Unit) -> torch.Tensor:
-        """Add a unit's summed gradient; return its sums for the log."""
-        sums = torch.zeros(len(SUMS), dtype=torch.float64)
-        weight_K, advantage_K, behaviour_K = (
-            torch.from_numpy(np.concatenate(parts))
-            for parts in (
-                [row.weights for row in unit.rows],
-                [row.advantages for row in unit.rows],
-                [row.logprobs for row in unit.rows],
-            )
-        )
+    def _accumulate(self, unit: Unit, totals: Totals) -> LossSums:
+        """Add a unit's summed gradient, and count it; return what was found of its loss."""
+        targets = Targets.of(unit.rows, device=self.args.device)
+        totals.add(runs=unit.runs, rows=len(unit.rows), targets=unit.tokens, calls=targets.calls)
 
-        def objective(logp_C: torch.Tensor, entropy_C: torch.Tensor, index_C: torch.Tensor) -> torch.Tensor:
-            def picked(values_K: torch.Tensor) -> torch.Tensor:
-                return values_K[index_C.cpu()].to(logp_C.device, logp_C.dtype)
+        def whole(logp_K: torch.Tensor, entropy_K: torch.Tensor) -> torch.Tensor:
+            return loss_sum(self._options, targets, logp_K, entropy_K)
 
-            found = token_loss(
-                self._options,
-                logp_K=logp_C,
-                behaviour_K=picked(behaviour_K),
-                advantage_K=picked(advantage_K),
-                coefficient_K=coefficients(self._options, picked(weight_K)),
-                entropy_K=entropy_C.detach(),
-            )
-            sums.add_(found.sums.to("cpu", torch.float64))
-            return found.loss_sum
-
-        self._executor.forward_backward(unit.rows, objective)
-        return sums
+        if self._options.separable:
+            objective: Objective = partial(loss_sum, self._options, targets)
+        else:
+            _, objective = linearised(whole, self._executor.forward(unit.rows))
+        scores = self._executor.forward_backward(unit.rows, objective)
+        found = LossSums()
+        found.add(loss(self._options, targets, scores.logp_K, scores.entropy_K))
+        return found
 
     def _close(self, divide_by: float) -> None:
         for parameter in self.model.parameters():
@@ -266,7 +253,7 @@ def make_trainer(config: TrainConfig, model: Any, folder: Path, batches: Any, **
         max_grad_norm=config.max_grad_norm,
         epsilon=config.epsilon,
         epsilon_high=config.epsilon_high,
-        loss_type="run_mean" if config.loss_type == "run" else config.loss_type,
+        loss_type=config.loss_type,
         max_completion_length=config.max_completion_length,
         importance_sampling=config.importance_sampling,
         importance_sampling_cap=config.importance_sampling_cap,

@@ -181,7 +181,7 @@ def test_some_tokens_are_clipped_in_these_rows(tmp_path: Path) -> None:
     """The comparisons above would prove little if no ratio left the clip range."""
     model = tiny_model()
     trainer = make_trainer(model, tmp_path)
-    sums = dict(zip(SUMS, trainer._accumulate(unit_of(some_rows(model))).tolist(), strict=True))
+    sums = dict(zip(SUMS, trainer._accumulate(unit_of(some_rows(model)), Totals()).sums.tolist(), strict=True))
     assert sums["clipped_low"] > 0 and sums["clipped_high"] > 0
     assert sums["clipped_low"] + sums["clipped_high"] < sums["targets"]
 
@@ -234,7 +234,7 @@ def test_no_cut_of_the_work_changes_the_gradient(tmp_path_factory: pytest.TempPa
             part, pieces = pieces[:size], pieces[size:]
             units.append(unit_of(part, runs=len({row.run for row in part} - seen)))
             seen |= {row.run for row in part}
-        trainer.args.micro_batch_tokens = data.draw(st.integers(1, 200))
+        trainer._executor = FlatExecutor(trainer.model, Budget(tokens=data.draw(st.integers(1, 200))))
         found = step(trainer, units)
     assert relative(found, wanted) < 1e-12
 
@@ -256,7 +256,7 @@ def test_a_run_weighs_the_same_whatever_its_length(tmp_path: Path) -> None:
     assert relative(ours(model, [unit_of([*half, *rows[1:]])], tmp_path), ours(model, [unit_of(rows)], tmp_path)) < 1e-6
 
 
-@pytest.mark.parametrize("loss_type", ["run_mean", "dapo", "dr_grpo"])
+@pytest.mark.parametrize("loss_type", ["run", "dapo", "dr_grpo"])
 def test_truncated_importance_sampling_is_a_weighted_policy_gradient(tmp_path: Path, loss_type: str) -> None:
     model = tiny_model()
     rows = some_rows(model)
@@ -278,7 +278,7 @@ def test_truncated_importance_sampling_is_a_weighted_policy_gradient(tmp_path: P
         label = torch.from_numpy(row.ids[row.targets].astype(np.int64))
         logp = logps[row.targets - 1].gather(-1, label[:, None]).squeeze(-1)
         weight = (logp.detach() - torch.from_numpy(row.logprobs).float()).exp().clamp(max=cap)
-        coefficient = torch.from_numpy(row.weights).float() if loss_type == "run_mean" else 1.0
+        coefficient = torch.from_numpy(row.weights).float() if loss_type == "run" else 1.0
         loss = loss - (row.advantage * weight * logp * coefficient).sum()
     options = make_trainer(model, tmp_path, loss_type=loss_type, max_completion_length=MAX_COMPLETION)._options
     (loss / denominator(options, totals)).backward()
@@ -316,7 +316,9 @@ def test_a_head_with_scaled_logits_is_run_whole(tmp_path: Path) -> None:
         )
     ).eval()
     rows = [random_row(np.random.default_rng(0), "r", prompt=4, sampled=6, advantage=1.0, model=model, noise=0.0)]
-    sums = dict(zip(SUMS, make_trainer(model, tmp_path)._accumulate(unit_of(rows)).tolist(), strict=True))
+    sums = dict(
+        zip(SUMS, make_trainer(model, tmp_path)._accumulate(unit_of(rows), Totals()).sums.tolist(), strict=True)
+    )
     assert sums["ratio"] / sums["targets"] == pytest.approx(1.0, abs=1e-5)
 
 

@@ -194,7 +194,7 @@ def test_units_are_taken_one_at_a_time(tmp_path: Path) -> None:
 
     trainer = make_trainer(TrainConfig(steps=1), model, tmp_path, batches)
     inner = trainer._accumulate
-    trainer._accumulate = lambda unit: (log.append("train"), inner(unit))[1]  # type: ignore[method-assign, func-returns-value]
+    trainer._accumulate = lambda *args: (log.append("train"), inner(*args))[1]  # type: ignore[method-assign, func-returns-value]
     trainer.train()
     assert log == ["seal 0", "train", "seal 1", "train"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 
 from gyre_sdk.credit import Baseline
 from gyre_sdk.records import CallId, CallRecord, CallStatus, LaneId, RunId, RunRecord, RunStatus, Sampling, VersionSpan
-from gyre_sdk.trainer.loss import LossOptions, Totals, coefficients, denominator, token_loss
+from gyre_sdk.trainer.loss import LossOptions, Targets, Totals, denominator
+from gyre_sdk.trainer.loss import loss as summed_loss
 from gyre_sdk.trainer.units import Row, SealedGroup, Sealer, digest, reproducible
 
 CASES = Path(__file__).parents[3] / "shared" / "cases" / "loss"
@@ -94,18 +96,10 @@ def loss_of(
         for row in unit.rows:
             value = per_token[row.run]
             values = np.array([value(int(token)) if callable(value) else value for token in row.ids[row.targets]])
-            logp_K = torch.from_numpy(row.logprobs).requires_grad_()
-            weight_K = coefficients(options, torch.from_numpy(row.weights))
-            found = token_loss(
-                options,
-                logp_K=logp_K,
-                behaviour_K=torch.from_numpy(row.logprobs),
-                advantage_K=torch.from_numpy(-values),
-                coefficient_K=weight_K,
-                entropy_K=torch.zeros_like(weight_K),
-            )
+            targets = Targets.of([replace(row, advantages=-values)])
+            found = summed_loss(options, targets, targets.behaviour_K, torch.zeros_like(targets.behaviour_K))
             total = total + found.loss_sum
-            weights[row.run] = float(weight_K[0]) / divide_by
+            weights[row.run] = float(targets.share_K(options.definition.over)[0]) / divide_by
     return float(total.detach()) / divide_by, weights
 
 
@@ -223,8 +217,6 @@ def test_the_same_record_gives_the_same_units() -> None:
 
 
 def test_the_id_covers_every_number_of_a_row() -> None:
-    from dataclasses import replace
-
     runs, calls = two_runs()
     row = seal(runs, calls).units[0].rows[0]
     changed = [
