@@ -27,7 +27,7 @@ def main(store: str, j_max: str = "5") -> None:
                 print(f"  run {run.run}: reward {run.reward}, advantage {advantage}")
                 for row in trajectories(run.run, journal.calls(run.run), j_max=int(j_max), advantage=advantage):
                     print(
-                        f"    {row.role:18} trains {sum(row.owned):4} of {len(row.owned):4} tokens, weight {sum(row.weights):.3f}"
+                        f"    {row.role:18} trains {len(row.targets):4} of {len(row.ids):4} tokens, weight {row.weights.sum():.3f}"
                     )
 
 

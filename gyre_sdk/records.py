@@ -353,3 +353,9 @@ class TrajectoryRecord(msgspec.Struct, frozen=True):
     """Behaviour log-prob (nats) per path token; 0.0 where not owned."""
     versions: list[int]
     """Policy version per path token; -1 where not owned."""
+    advantages: list[float | None] = []
+    """Advantage per path token, 0.0 where not owned: the run's, unless roles or calls have rewards of their own."""
+    temperatures: list[float] = []
+    """Temperature that each path token was sampled with; 1.0 where not owned."""
+    calls: list[CallId | None] = []
+    """Call that sampled each path token; None where not owned."""

@@ -16,6 +16,7 @@ from tree_inputs import call, case, from_case, recorded_runs, run
 from gyre_sdk.credit import (
     Baseline,
     Dropped,
+    Row,
     advantages,
     batch_scale,
     group_credit,
@@ -25,18 +26,22 @@ from gyre_sdk.credit import (
 )
 from gyre_sdk.errors import SettingsError
 from gyre_sdk.records import CallStatus, RunId, RunStatus, TrajectoryRecord
-from gyre_sdk.select import select
+from gyre_sdk.select import Role, select
 from gyre_sdk.tree import RunTree
 
 R = RunId("r")
+
+
+def records(rows: list[Row]) -> list[TrajectoryRecord]:
+    return [row.record() for row in rows]
 
 
 def chain(tokens: int, name: str = "c") -> list:
     return [call(name, [1], list(range(2, 2 + tokens)))]
 
 
-def per_token(rows: list[TrajectoryRecord]) -> set[float]:
-    return {weight for row in rows for weight, owned in zip(row.weights, row.owned, strict=True) if owned}
+def per_token(rows: list[Row]) -> set[float]:
+    return {weight for row in rows for weight in row.weights.tolist()}
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -48,7 +53,7 @@ def test_the_weights_of_a_run_sum_to_one(calls, j_max, seed):
     assume(rows)
     assert math.fsum(weight for row in rows for weight in row.weights) == pytest.approx(1, abs=1e-12)
     assert len(per_token(rows)) == 1
-    for row in rows:
+    for row in (row.record() for row in rows):
         assert len(row.path_ids) == len(row.owned) == len(row.weights) == len(row.logprobs) == len(row.versions)
         assert {0, 1} >= set(row.owned)
         for owned, weight, logprob, version in zip(row.owned, row.weights, row.logprobs, row.versions, strict=True):
@@ -61,11 +66,10 @@ def event_weights(calls: list, seed: int) -> dict[tuple[str, int], float]:
     found: dict[tuple[str, int], float] = {}
     for row in trajectories(R, calls, j_max=None, seed=seed):
         path = tree.path(row.leaf)
-        for at, weight in enumerate(row.weights):
-            if weight:
-                event = path.owner(at)
-                assert event is not None and event not in found
-                found[event] = weight
+        for at, weight in zip(row.targets.tolist(), row.weights.tolist(), strict=True):
+            event = path.owner(at)
+            assert event is not None and event not in found
+            found[event] = weight
     return found
 
 
@@ -99,10 +103,7 @@ def test_splitting_a_run_into_rows_changes_no_gradient(losses, data):
     scale = batch_scale(rows + other)
     assert scale == 0.5
     batch = scale * math.fsum(
-        weight * losses[token]
-        for row in rows
-        for token, weight in zip(row.path_ids, row.weights, strict=True)
-        if weight
+        weight * losses[token] for row in rows for token, weight in zip(row.ids[row.targets], row.weights, strict=True)
     )
     assert batch == pytest.approx(0.5 * np.mean(losses), abs=1e-12)
 
@@ -120,14 +121,13 @@ def test_a_run_with_three_branches():
     expected = found["expected"]["weight_per_token"]
     assert {scale * weight for weight in per_token(a)} == {expected["A"]["float"]}
     assert {scale * weight for weight in per_token(b)} == {expected["B"]["float"]}
-    assert sum(sum(row.owned) for row in b) == found["expected"]["owned_tokens"]["B"]
-    assert sorted(sum(row.owned[1:5]) for row in b) == [0, 0, 4]
+    assert sum(len(row.targets) for row in b) == found["expected"]["owned_tokens"]["B"]
+    assert sorted(int((row.targets < 5).sum()) for row in b) == [0, 0, 4]
     loss = scale * math.fsum(
         weight * (2.0 if rows is a else 1.0 if token == 2 else 4.0)
         for rows in (a, b)
         for row in rows
-        for token, weight in zip(row.path_ids, row.weights, strict=True)
-        if weight
+        for token, weight in zip(row.ids[row.targets], row.weights, strict=True)
     )
     assert loss == pytest.approx(found["expected"]["loss_value"]["float"])
 
@@ -141,20 +141,19 @@ def test_weights_of_equal_samples():
     assert per_token(rows) == {1 / expected["three_calls"]["loss_terms"]}
     summed: dict[str, Fraction] = {}
     for row in rows:
-        for token, owned in zip(row.path_ids, row.owned, strict=True):
-            if owned:
-                summed[str(token)] = summed.get(str(token), Fraction(0)) + Fraction(1, 6)
+        for token in row.ids[row.targets].tolist():
+            summed[str(token)] = summed.get(str(token), Fraction(0)) + Fraction(1, 6)
     assert {token: str(value) for token, value in summed.items()} == {
         token: value["exact"] for token, value in expected["three_calls"]["summed_weight_at_position"].items()
     }
     resent = trajectories(R, [*calls, from_case(found["input"]["resent"])])
-    assert sum(sum(row.owned) for row in resent) == expected["with_resent"]["loss_terms"]
+    assert sum(len(row.targets) for row in resent) == expected["with_resent"]["loss_terms"]
     undelivered = [
         from_case(entry, status=CallStatus.COMPLETE if entry["call"] == "b" else CallStatus.DELIVERED)
         for entry in found["input"]["calls"]
     ]
     rows = trajectories(R, undelivered)
-    assert sum(sum(row.owned) for row in rows) == expected["undelivered_variant"]["loss_terms"]
+    assert sum(len(row.targets) for row in rows) == expected["undelivered_variant"]["loss_terms"]
     assert per_token(rows) == {expected["undelivered_variant"]["weight_per_term"]["float"]}
 
 
@@ -178,25 +177,34 @@ def test_role_weights_go_with_the_call_that_sampled():
     calls = [call("a", [1], [2, 2]), call("s", [1, 2, 2, 3], [4, 4], role="main-summary"), call("b", [9], [8] * 4)]
     tree = RunTree.from_calls(calls)
     selection = select(tree, j_max=None)
-    weights = run_weights(tree, selection, role_weights={"main-summary": 3.0})
+    weights = run_weights(selection, role_weights={"main-summary": 3.0})
     by_call = {
-        span.call: weight[span.start]
+        row.owned_spans[place].call: value
         for row, weight in zip(selection, weights, strict=True)
-        for span in row.owned_spans
+        for place, value in zip(row.calls, weight, strict=True)
     }
     assert by_call == {"a": 1 / 12, "s": 3 / 12, "b": 1 / 12}
     assert math.fsum(weight.sum() for weight in weights) == pytest.approx(1)
     for wrong in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(SettingsError, match="role weight of 'main'"):
-            run_weights(tree, selection, role_weights={"main": wrong})
+            run_weights(selection, role_weights={"main": wrong})
+
+
+def test_a_role_without_weight_is_context():
+    calls = [call("a", [1], [2, 2]), call("s", [1, 2, 2, 3], [4, 4], role="side"), call("b", [1, 2, 2, 3, 4, 4], [5])]
+    (row,) = trajectories(R, calls, roles=[Role("main"), Role("side", weight=0.0)])
+    assert row.call_ids == ("a", "b") and row.targets.tolist() == [1, 2, 6] and len(row.ids) == 7
+    assert per_token([row]) == {1 / 3}
+    assert trajectories(R, calls[1:2], roles=[Role("side", weight=0.0)]) == []
 
 
 def test_runs_draw_independently_under_one_seed():
     calls = [call("a", [1], [2] * 5), call("b", [3], [4] * 5)]
     first = {trajectories(RunId(f"r{number}"), calls, j_max=1, seed=7)[0].leaf for number in range(40)}
     assert first == {"a", "b"}
-    assert trajectories(R, calls, j_max=1, seed=7) == trajectories(R, reversed(calls), j_max=1, seed=7)
-    assert trajectories(R, calls, seed=-1) == trajectories(R, calls, seed=-1), "any integer is a seed"
+    turned = trajectories(R, reversed(calls), j_max=1, seed=7)
+    assert records(trajectories(R, calls, j_max=1, seed=7)) == records(turned)
+    assert len(trajectories(R, calls, seed=-1)) == 2, "any integer is a seed"
 
 
 def test_a_batch_counts_runs_that_train():
@@ -207,8 +215,20 @@ def test_a_batch_counts_runs_that_train():
 
 
 def test_trajectories_survive_the_wire():
-    rows = trajectories(R, chain(3), advantage=0.5)
-    assert msgspec.json.decode(msgspec.json.encode(rows), type=list[TrajectoryRecord]) == rows
+    calls = [call("a", [1], [2, 2]), call("b", [1, 2, 2, 3], [4])]
+    for advantage in (0.5, None):
+        (row,) = trajectories(R, calls, advantage=advantage)
+        record = row.record()
+        assert msgspec.json.decode(msgspec.json.encode(record), type=TrajectoryRecord) == record
+        assert record.calls == [None, "a", "a", None, "b"] and record.advantage == advantage
+        again = Row.from_record(record)
+        assert again.record() == record
+        for name in ("ids", "targets", "weights", "logprobs", "versions", "calls", "advantages", "temperatures"):
+            before, after = getattr(row, name), getattr(again, name)
+            assert before.dtype == after.dtype and np.array_equal(before, after, equal_nan=before.dtype.kind == "f"), (
+                name
+            )
+        assert again.call_ids == row.call_ids
 
 
 # -- advantages --------------------------------------------------------------------------------------------------------
@@ -287,7 +307,7 @@ def test_an_unscored_run_is_unknown(missing):
     scale = batch_scale(rows)
     assert scale == 1 / expected["R"]
     for row in rows:
-        if row.advantage is not None:
+        if math.isfinite(row.advantage):
             (weight,) = per_token([row])
             assert scale * weight == pytest.approx(expected["weight_per_token"][row.run]["float"])
     lonely = group_credit([members[0], *(run(f"u{number}", None) for number in range(3))])
@@ -321,7 +341,7 @@ def test_flat_groups_and_lonely_runs_are_dropped(baseline):
     ]
     scale = batch_scale(rows)
     for row in rows:
-        if row.advantage is not None:
+        if math.isfinite(row.advantage):
             assert {scale * weight for weight in per_token([row])} == {
                 found["expected"]["weights"][f"{row.run} per token"]["float"]
             }

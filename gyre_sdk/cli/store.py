@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,10 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from gyre_sdk.cli import one_call
-from gyre_sdk.credit import Baseline, advantages, tally, trajectories
+from gyre_sdk.credit import Baseline, Row, advantages, tally, trajectories
 from gyre_sdk.errors import JournalError
 from gyre_sdk.journal import Journal, store_file
-from gyre_sdk.records import TrajectoryRecord, VersionSpan
+from gyre_sdk.records import VersionSpan
 from gyre_sdk.select import J_MAX
 from gyre_sdk.tree import RunTree
 from gyre_sdk.view.escape import count, duration, reward, visible
@@ -137,7 +138,7 @@ def samples(
             rows += len(found)
             for row in found:
                 if as_json:
-                    json_line(_ordered(msgspec.to_builtins(row), _SAMPLE_KEYS))
+                    json_line(_ordered(msgspec.to_builtins(row.record()), _SAMPLE_KEYS))
                 else:
                     _sample_row(table, row)
     left_out = ", ".join(f"{number} {reason}" for reason, number in sorted(untrained.items()))
@@ -148,10 +149,10 @@ def samples(
         _print(table, summary)
 
 
-def _sample_row(table: Table, row: TrajectoryRecord) -> None:
-    advantage = "none" if row.advantage is None else f"{row.advantage:+.3f}"
-    owned = sum(row.owned)
-    _row(table, row.run, row.role, row.leaf, str(len(row.path_ids)), str(owned), f"{sum(row.weights):.3f}", advantage)
+def _sample_row(table: Table, row: Row) -> None:
+    advantage = f"{row.advantage:+.3f}" if isfinite(row.advantage) else "none"
+    sizes = str(len(row.ids)), str(len(row.targets)), f"{row.weights.sum():.3f}"
+    _row(table, row.run, row.role, row.leaf, *sizes, advantage)
 
 
 def _check_run(journal: Journal, run: str | None) -> None:

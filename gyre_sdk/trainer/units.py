@@ -16,104 +16,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-import numpy as np
-from numpy.typing import NDArray
-
-from gyre_sdk.credit import Baseline, GroupCredit, group_credit, run_weights, seed_of
+from gyre_sdk.credit import Baseline, GroupCredit, Row, group_credit, run_weights, seed_of
 from gyre_sdk.journal.reader import Reader
 from gyre_sdk.records import CallId, CallRecord, RunId, RunRecord, Sampling
-from gyre_sdk.select import Selected, select
+from gyre_sdk.select import select
 from gyre_sdk.tree import RunTree, SampledCall
+
+__all__ = ["NOT_REPRODUCIBLE", "Row", "SealedGroup", "Sealer", "Unit", "digest", "reproducible"]
 
 NOT_REPRODUCIBLE = "call_sampling"
 """Counted calls: the trainer cannot compute the distribution they were sampled from."""
-
-
-def _unset_integers() -> NDArray[np.int32]:
-    return np.empty(0, np.int32)
-
-
-def _unset_numbers() -> NDArray[np.float64]:
-    return np.empty(0, np.float64)
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A trajectory as the trainer takes it. K targets.
-
-    What is left out of the last five fields is filled in: one call (the leaf, in the row's role), the run's advantage
-    on every target, temperature 1. `dataclasses.replace` keeps the filled-in values: change `advantages` together with
-    `advantage`.
-    """
-
-    run: str
-    leaf: str
-    role: str
-    ids: NDArray[np.int32]
-    """Token ids of the path."""
-    targets: NDArray[np.int32]
-    """Path positions of the owned tokens, (K,), ascending."""
-    weights: NDArray[np.float64]
-    """Loss weight per target, (K,); sums to 1 over the rows of a run."""
-    logprobs: NDArray[np.float64]
-    """Behaviour log-prob (nats) per target, (K,)."""
-    versions: NDArray[np.int32]
-    """Version that sampled each target, (K,)."""
-    advantage: float
-    """Advantage of the run, on every row unsplit."""
-    calls: NDArray[np.int32] = field(default_factory=_unset_integers)
-    """Index into `call_ids` of the call that sampled each target, (K,)."""
-    call_ids: tuple[str, ...] = ()
-    """Calls that sampled the targets, in the order of the path."""
-    call_roles: tuple[str, ...] = ()
-    """Their roles."""
-    advantages: NDArray[np.float64] = field(default_factory=_unset_numbers)
-    """Advantage per target, (K,): the run's, unless roles or calls have rewards of their own."""
-    temperatures: NDArray[np.float64] = field(default_factory=_unset_numbers)
-    """Temperature that each target was sampled with, (K,)."""
-
-    def __post_init__(self) -> None:
-        """Fill in what was left out."""
-        count = len(self.targets)
-        if not self.call_ids:
-            object.__setattr__(self, "call_ids", (self.leaf,))
-            object.__setattr__(self, "call_roles", (self.role,))
-        for name, array, value in (
-            ("calls", self.calls, np.zeros(count, np.int32)),
-            ("advantages", self.advantages, np.full(count, self.advantage, np.float64)),
-            ("temperatures", self.temperatures, np.ones(count, np.float64)),
-        ):
-            if not len(array):
-                object.__setattr__(self, name, value)
-
-    @classmethod
-    def of(
-        cls,
-        run: str,
-        tree: RunTree,
-        selected: Selected,
-        weights: NDArray[np.float64],
-        advantage: float,
-        temperatures: Mapping[str, float],
-    ) -> Row:
-        """Take a selected path with the loss weight of each of its targets, (K,), and the temperature of each call."""
-        spans = selected.owned_spans
-        sizes = [span.stop - span.start for span in spans]
-        return cls(
-            run=run,
-            leaf=selected.leaf,
-            role=selected.role,
-            ids=selected.path.ids,
-            targets=np.concatenate([np.arange(span.start, span.stop, dtype=np.int32) for span in spans]),
-            weights=weights,
-            logprobs=np.concatenate([tree.logprobs(span.call) for span in spans], dtype=np.float64),
-            versions=np.concatenate([tree.versions(span.call) for span in spans]),
-            advantage=advantage,
-            calls=np.repeat(np.arange(len(spans), dtype=np.int32), sizes),
-            call_ids=tuple(span.call for span in spans),
-            call_roles=tuple(tree.role(span.call) for span in spans),
-            temperatures=np.repeat([temperatures.get(span.call, 1.0) for span in spans], sizes),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +106,9 @@ class Sealer:
 
     def _rows(self, run: RunId, tree: RunTree, advantage: float, temperatures: Mapping[CallId, float]) -> list[Row]:
         selection = select(tree, j_max=self.j_max, seed=seed_of(run, self.seed))
-        weights = run_weights(tree, selection)
+        weights = run_weights(selection)
         return [
-            Row.of(run, tree, selected, weight[selected.owned], advantage, temperatures)
+            Row.of(run, selected, weight, advantage=advantage, temperatures=temperatures)
             for selected, weight in zip(selection, weights, strict=True)
         ]
 
