@@ -88,7 +88,8 @@ def test_the_tree_is_a_radix_tree(calls):
     tree = RunTree.from_calls(calls)
     prefixes = {tuple(whole(made)[: depth + 1]) for made in calls for depth in range(len(whole(made)))}
     assert tree.unique_tokens == len(prefixes)
-    pending, seen = [tree._radix.root], 0
+    root = tree._radixes[0].root
+    pending, seen = [root], 0
     while pending:
         node = pending.pop()
         seen += len(node.tokens)
@@ -98,7 +99,7 @@ def test_the_tree_is_a_radix_tree(calls):
         if node.next is not None:
             assert node.next in node.children.values() and node.next.block is node.block
             assert node.next.offset == node.offset + len(node.tokens)
-        if node is not tree._radix.root:
+        if node is not root:
             assert node.ends or len(node.children) > 1
         pending += node.children.values()
     assert seen == tree.unique_tokens

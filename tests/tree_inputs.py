@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ def call(
     parent: str | None = None,
     logprobs: list[float | None] | None = None,
     version: int = 3,
+    **others: Any,
 ) -> SampledCall:
-    """Make a call; log-probs default to one value per token."""
+    """Make a call; log-probs default to one value per token. Other arguments are fields of the call."""
     spans = [VersionSpan(version, 0, len(output))] if output else []
     return SampledCall(
         CallId(name),
@@ -48,6 +50,7 @@ def call(
         lane=lane,
         status=status,
         parent=CallId(parent) if parent else None,
+        **others,
     )
 
 
@@ -120,4 +123,25 @@ def recorded_runs(draw: st.DrawFn, max_calls: int = 9) -> list[SampledCall]:
                 version=number,
             )
         )
+    return made
+
+
+@st.composite
+def routed_runs(draw: st.DrawFn) -> list[SampledCall]:
+    """Draw the calls of a run of which some have expert routes, of three tokens and two routes.
+
+    A continuation repeats the routes of what it continues, or has others somewhere; the last token's are often missing.
+    """
+    made: list[SampledCall] = []
+    for plain in draw(recorded_runs(max_calls=7)):
+        size = len(plain.prompt_ids) + len(plain.sampled_ids)
+        if not size or draw(st.integers(0, 3)) == 0:
+            made.append(plain)
+            continue
+        rows = np.zeros((size, 2), np.int64)
+        if draw(st.booleans()):
+            at = draw(st.integers(0, size - 1))
+            rows[at] = draw(st.sampled_from([(0, 1), (1, 0), (0, 700)]))
+        kept = size - draw(st.integers(0, 1))
+        made.append(replace(plain, routes=rows[:kept]))
     return made

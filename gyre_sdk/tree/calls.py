@@ -11,8 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gyre_sdk.errors import TreeError
-from gyre_sdk.records import CallId, CallRecord, CallStatus, VersionSpan
-from gyre_sdk.tree.radix import Ids
+from gyre_sdk.records import CallId, CallRecord, CallStatus, ForkReason, VersionSpan
+from gyre_sdk.tree.radix import Ids, Routes
+
+_EXPERTS = 1 << 16
+"""Expert ids fit 16 bits."""
 
 
 class Untrained(StrEnum):
@@ -22,6 +25,9 @@ class Untrained(StrEnum):
     ABORTED = "aborted"
     ORPHAN = "orphan"
     """Its end never reached the agent, and no other call continues it."""
+    REJECTED = "rejected"
+    """An attempt at a compaction that was not taken up (PrimeIntellect-ai/prime-rl#3478): the caller says so, or another
+    attempt at the same compaction came into a later prompt and this one did not."""
     NO_LOGPROBS = "no_logprobs"
     """A behaviour log-prob is missing or not finite."""
     NO_VERSION = "no_version"
@@ -50,11 +56,29 @@ class SampledCall:
     status: CallStatus = CallStatus.DELIVERED
     parent: CallId | None = None
     """The parent that was recorded. A hint: it decides only between calls whose tokens fit equally well."""
+    fork_reason: ForkReason | None = None
+    """Why the prompt leaves the recorded parent's path, as recorded; None where it does not."""
+    shared: int = 0
+    """Tokens shared with the recorded parent's prompt + sampled ids, as recorded."""
     excluded: bool = False
     """True when the call must never be a target, whatever its status."""
+    rejected: bool = False
+    """True when the call is known to be an attempt at a compaction that was not taken up."""
+    routes: NDArray[np.integer] | None = None
+    """Experts that the engine chose per token of prompt + sampled ids, (tokens, layers * top_k) or (tokens, layers, top_k);
+    the last token's may be missing, since no engine has computed it yet. None where they are not recorded.
+
+    vLLM's `/inference/v1/generate` gives them as `routed_experts` of a choice, if it was started with
+    `--enable-return-routed-experts`: base64 of a `.npy` file, (tokens - 1, layers, top_k), uint8, uint16 or int32. A request
+    with `routed_experts_prompt_start` gets none for the tokens before it: whoever records it puts the rows of the call
+    that it continues in front.
+
+    A prompt that repeats recorded tokens on other routes does not continue them: to replay the routes in training, both
+    have to be computed. Calls with and without routes are kept apart likewise, so that every path can be replayed whole
+    or not at all, and no call without routes can join two that contradict each other."""
 
     @classmethod
-    def from_record(cls, record: CallRecord, *, excluded: bool = False) -> Self:
+    def from_record(cls, record: CallRecord, *, excluded: bool = False, rejected: bool = False) -> Self:
         """Take a recorded call."""
         return cls(
             call=record.call,
@@ -66,11 +90,14 @@ class SampledCall:
             lane=record.lane,
             status=record.status,
             parent=record.parent,
+            fork_reason=record.fork_reason,
+            shared=record.shared,
             excluded=excluded,
+            rejected=rejected,
         )
 
-    def checked_logprobs(self) -> NDArray[np.float64]:
-        """Return the log-probs as floats, None as NaN.
+    def checked_logprobs(self) -> NDArray[np.float32] | NDArray[np.float64]:
+        """Return the log-probs as floats, None as NaN; in 32 bits each where that is exact, as it is for stored ones.
 
         Raises:
             TreeError: they are not numbers, or more than the sampled ids.
@@ -81,16 +108,37 @@ class SampledCall:
             raise TreeError(f"call {self.call} has log-probs that are not numbers: {error}") from None
         if len(values) > len(self.sampled_ids):
             raise TreeError(f"call {self.call} has {len(values)} log-probs for {len(self.sampled_ids)} sampled ids")
-        return values
+        with np.errstate(over="ignore"):
+            narrow = values.astype(np.float32)
+        return narrow if np.array_equal(narrow, values, equal_nan=True) else values
 
-    def defect(self) -> Untrained | None:
-        """Return why the call is no target by itself, whatever the other calls are."""
-        if self.status is CallStatus.FAILED:
-            return Untrained.FAILED
-        if self.status is CallStatus.ABORTED:
-            return Untrained.ABORTED
+    def checked_routes(self) -> Routes | None:
+        """Return the expert ids, one row per token, in the narrowest type.
+
+        Raises:
+            TreeError: there are not as many rows as tokens, or they are not expert ids.
+        """
+        if self.routes is None:
+            return None
+        tokens, rows = len(self.prompt_ids) + len(self.sampled_ids), self.routes
+        if rows.ndim == 3:
+            rows = rows.reshape(len(rows), rows.shape[1] * rows.shape[2])
+        if rows.ndim != 2 or len(rows) not in (tokens - 1, tokens) or not rows.shape[1]:
+            raise TreeError(
+                f"call {self.call} has routes of shape {self.routes.shape} for {tokens} tokens; give one row per token, "
+                "the last one's may be missing"
+            )
+        largest = int(rows.max(initial=0))
+        if not np.issubdtype(rows.dtype, np.integer) or rows.min(initial=0) < 0 or largest >= _EXPERTS:
+            raise TreeError(f"call {self.call} has routes that are not expert ids from 0 to {_EXPERTS - 1}")
+        return rows.astype(np.uint8 if largest < 256 else np.uint16, copy=False)
+
+    def flaw(self) -> Untrained | None:
+        """Return why the call is no target, whatever became of it and whatever the other calls are."""
         if self.excluded:
             return Untrained.EXCLUDED
+        if self.rejected:
+            return Untrained.REJECTED
         if not len(self.prompt_ids) and not len(self.sampled_ids):
             return Untrained.HOSTED
         size, logprobs = len(self.sampled_ids), self.checked_logprobs()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gyre_sdk.errors import TreeError
-from gyre_sdk.records import CallId, CallRecord, CallStatus, VersionSpan
+from gyre_sdk.records import CallId, CallRecord, CallStatus, ForkReason
 from gyre_sdk.tree.calls import SampledCall, Untrained
-from gyre_sdk.tree.radix import Ids, Node, Radix
+from gyre_sdk.tree.families import Families, Placed, families, find_parent, goes_through, last_of_prompt
+from gyre_sdk.tree.radix import Ids, Radix, Routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,38 +60,25 @@ class Path:
         return None
 
 
-@dataclass(slots=True)
-class _Placed:
-    """A call in the tree; its tokens are the path to `end`."""
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Where a call left a recorded path: evidence of what the agent did, as the recorder saw it when the call came in."""
 
-    role: str
-    lane: str
-    status: CallStatus
-    hint: CallId | None
-    prompt_len: int
-    sampled_len: int
-    logprobs: NDArray[np.float64]
-    versions: tuple[VersionSpan, ...]
-    defect: Untrained | None
-    """Why the call is no target whatever the other calls are; None when that is open."""
-    end: Node
-
-
-@dataclass(slots=True)
-class _Families:
-    """Which call continues which, for all calls inserted so far."""
-
-    parent: dict[CallId, CallId | None] = field(default_factory=dict)
-    children: dict[CallId | None, list[CallId]] = field(default_factory=dict)
+    reason: ForkReason
+    origin: CallId | None
+    """The call that shared most with its prompt."""
+    shared: int
+    """Tokens shared with the origin's prompt + sampled ids."""
 
 
 class RunTree:
     """The tree of one run. Not thread-safe; one owner inserts."""
 
     def __init__(self) -> None:
-        self._radix = Radix()
-        self._calls: dict[CallId, _Placed] = {}
-        self._families: _Families | None = None
+        self._radixes: dict[int, Radix] = {}
+        """By expert ids per token, 0 for calls without routes."""
+        self._calls: dict[CallId, Placed] = {}
+        self._families: Families | None = None
         self.raw_tokens = 0
         """Sum of prompt + sampled ids over all calls."""
 
@@ -108,7 +96,8 @@ class RunTree:
         """Add a call and return where it hangs.
 
         Raises:
-            TreeError: the call is in the tree already, or its ids or log-probs are malformed. The tree is unchanged.
+            TreeError: the call is in the tree already, or its ids, log-probs or routes are malformed. The tree is
+                unchanged.
         """
         if isinstance(call, CallRecord):
             call = SampledCall.from_record(call)
@@ -117,35 +106,49 @@ class RunTree:
                 f"call {call.call} is in the tree already; a call is inserted once, when its answer is complete"
             )
         prompt, sampled = call.prompt_ids, call.sampled_ids
-        defect, logprobs = call.defect(), call.checked_logprobs()
+        flaw, logprobs, routes = call.flaw(), call.checked_logprobs(), call.checked_routes()
+        width = 0 if routes is None else routes.shape[1]
+        radix = self._radixes.get(width) or Radix(width)
         try:
-            node, known = self._radix.insert(prompt, sampled)
+            node, known = radix.insert(prompt, sampled, routes)
         except ValueError as error:
             raise TreeError(f"call {call.call}: {error}; ids are positions in a vocabulary") from None
+        self._radixes[width] = radix
         total = len(prompt) + len(sampled)
         node.ends.append(call.call)
-        self._calls[call.call] = _Placed(
+        self._calls[call.call] = Placed(
             role=call.role,
             lane=call.lane,
             status=call.status,
             hint=call.parent,
+            fork_reason=call.fork_reason,
+            shared=call.shared,
             prompt_len=len(prompt),
             sampled_len=len(sampled),
             logprobs=logprobs,
             versions=tuple(call.versions),
-            defect=defect,
+            flaw=flaw,
             end=node,
         )
         self._families = None
         self.raw_tokens += total
-        return Placement(self._find_parent(call.call), known, total - known)
+        return Placement(find_parent(self._calls, call.call), known, total - known)
+
+    def settle(self, call: CallId, status: CallStatus) -> None:
+        """Take the state that a call came to have after its insertion: that it was delivered is known last.
+
+        Raises:
+            TreeError: the call is not in the tree.
+        """
+        self._placed(call).status = status
+        self._families = None
 
     # -- asking --------------------------------------------------------------------------------------------------
 
     @property
     def unique_tokens(self) -> int:
-        """Tokens in the tree."""
-        return self._radix.size
+        """Tokens in the tree; equal ones on different routes are different ones."""
+        return sum(radix.size for radix in self._radixes.values())
 
     def __len__(self) -> int:
         """Return the number of calls."""
@@ -168,7 +171,7 @@ class RunTree:
 
     def logprobs(self, call: CallId) -> NDArray[np.float64]:
         """Return the behaviour log-prob (nats) per sampled token; NaN where the engine gave none."""
-        return self._placed(call).logprobs
+        return self._placed(call).logprobs.astype(np.float64)
 
     def versions(self, call: CallId) -> NDArray[np.int32]:
         """Return the policy version per sampled token; -1 where unknown."""
@@ -183,14 +186,36 @@ class RunTree:
         self._placed(call)
         return self._family().parent[call]
 
+    def fork(self, call: CallId) -> Fork | None:
+        """Return why a call left the recorded path that it is nearest to, or None when it continues it or is a root."""
+        placed = self._placed(call)
+        origin = self._calls.get(placed.hint) if placed.hint is not None else None
+        if placed.fork_reason is not None:
+            return Fork(placed.fork_reason, placed.hint, placed.shared)
+        if placed.hint is None or origin is None or goes_through(placed, origin.end):
+            return None
+        whole = origin.end.path()
+        same_tokens = np.array_equal(whole, placed.end.path()[: len(whole)])
+        reason = ForkReason.ROUTES if same_tokens else ForkReason.UNKNOWN
+        return Fork(reason, placed.hint, self.shared(call, placed.hint))
+
+    def shared(self, one: CallId, other: CallId) -> int:
+        """Return how many leading tokens of prompt + sampled ids two calls share in the tree."""
+        above = {id(node) for node in self._placed(one).end.upward()}
+        return next((node.depth for node in self._placed(other).end.upward() if id(node) in above), 0)
+
     def untrained(self, call: CallId) -> Untrained | None:
         """Return why a call's sampled tokens are no targets, or None when they are."""
-        placed = self._placed(call)
-        if placed.defect is not None:
-            return placed.defect
-        if placed.status is not CallStatus.DELIVERED and not self._family().children.get(call):
+        placed, family = self._placed(call), self._family()
+        if placed.status is CallStatus.FAILED:
+            return Untrained.FAILED
+        if placed.status is CallStatus.ABORTED:
+            return Untrained.ABORTED
+        if placed.flaw is not None:
+            return placed.flaw
+        if placed.status is not CallStatus.DELIVERED and not family.children.get(call):
             return Untrained.ORPHAN
-        return None
+        return Untrained.REJECTED if call in family.rejected else None
 
     def untrained_counts(self) -> Counter[Untrained]:
         """Count the calls that are no targets, by reason: they are recorded and shown, never trained silently."""
@@ -240,6 +265,10 @@ class RunTree:
         """Return prompt + sampled ids of a call, put together along its path."""
         return self._placed(call).end.path()
 
+    def routes(self, call: CallId) -> Routes | None:
+        """Return the experts that every token of a call's path but the last went through, (tokens - 1, W), if recorded."""
+        return self._placed(call).end.routes()
+
     def path(self, call: CallId) -> Path:
         """Return the path from the root to a call."""
         return Path(call, self.role(call), self.ids(call), self.spans(call))
@@ -250,53 +279,25 @@ class RunTree:
 
     # -- who continues whom --------------------------------------------------------------------------------------
 
-    def _placed(self, call: CallId) -> _Placed:
+    def _placed(self, call: CallId) -> Placed:
         try:
             return self._calls[call]
         except KeyError:
             raise TreeError(f"call {call} is not in this run's tree") from None
 
-    def _family(self) -> _Families:
+    def _family(self) -> Families:
         if self._families is None:
-            families = _Families()
-            for call in self._calls:
-                parent = families.parent[call] = self._find_parent(call)
-                families.children.setdefault(parent, []).append(call)
-            self._families = families
+            blocks = [block for radix in self._radixes.values() for block in radix.blocks]
+            self._families = families(self._calls, blocks)
         return self._families
-
-    def _find_parent(self, call: CallId) -> CallId | None:
-        """Return the deepest call that ends on the path to `call` within its prompt.
-
-        Only calls that sampled something can be continued, so parents get strictly shorter and there is no cycle.
-        Between several sampling events with the same tokens: the recorded parent, then the same lane, then one that
-        was delivered, then the smallest id.
-        """
-        placed = self._calls[call]
-        for node in placed.end.upward():
-            if node.ends and node.depth <= placed.prompt_len:
-                fits = [other for other in node.ends if self._calls[other].sampled_len and other != call]
-                if fits:
-                    return min(fits, key=lambda other: self._preference(placed, other))
-        return None
-
-    def _preference(self, placed: _Placed, other: CallId) -> tuple[bool, bool, bool, bool, CallId]:
-        candidate = self._calls[other]
-        return (
-            other != placed.hint,
-            candidate.lane != placed.lane,
-            candidate.status is not CallStatus.DELIVERED,
-            candidate.status in (CallStatus.FAILED, CallStatus.ABORTED),
-            other,
-        )
 
     def _superseded(self, call: CallId) -> bool:
         """Tell whether another call with the same parent goes through the whole prompt of this one, a spent leaf."""
         placed, family = self._calls[call], self._family()
-        last = next((node for node in placed.end.upward() if node.start < placed.prompt_len), self._radix.root)
+        last = last_of_prompt(placed)
         for other in family.children[family.parent[call]]:
             rival = self._calls[other]
-            if other == call or not any(node is last for node in rival.end.upward()):
+            if other == call or not goes_through(rival, last):
                 continue
             if rival.sampled_len and self.untrained(other) is None:
                 return True

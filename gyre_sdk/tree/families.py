@@ -1,0 +1,158 @@
+"""Who continues whom among the calls of a tree, and which calls another one has taken the place of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gyre_sdk.records import SUMMARY_SUFFIX, CallId, CallStatus, ForkReason, VersionSpan
+from gyre_sdk.tree.calls import Untrained
+from gyre_sdk.tree.radix import Block, Node
+
+_WINDOW = 16
+"""Tokens in a row by which an answer is known again."""
+
+
+@dataclass(slots=True)
+class Placed:
+    """A call in the tree; its tokens are the path to `end`."""
+
+    role: str
+    lane: str
+    status: CallStatus
+    hint: CallId | None
+    fork_reason: ForkReason | None
+    shared: int
+    prompt_len: int
+    sampled_len: int
+    logprobs: NDArray[np.float32] | NDArray[np.float64]
+    versions: tuple[VersionSpan, ...]
+    flaw: Untrained | None
+    """Why the call is no target, whatever became of it and whatever the other calls are; None when that is open."""
+    end: Node
+
+
+@dataclass(slots=True)
+class Families:
+    """Which call continues which."""
+
+    parent: dict[CallId, CallId | None] = field(default_factory=dict)
+    children: dict[CallId | None, list[CallId]] = field(default_factory=dict)
+    rejected: set[CallId] = field(default_factory=set)
+    """Attempts at a compaction of which another one was taken up."""
+
+
+def families(calls: Mapping[CallId, Placed], blocks: Iterable[Block]) -> Families:
+    """Work out the families of all calls of a tree.
+
+    Args:
+        blocks: hold all tokens of the tree.
+    """
+    found = Families()
+    for call in calls:
+        parent = found.parent[call] = find_parent(calls, call)
+        found.children.setdefault(parent, []).append(call)
+    found.rejected = _rejected(calls, found, blocks)
+    return found
+
+
+def find_parent(calls: Mapping[CallId, Placed], call: CallId) -> CallId | None:
+    """Return the deepest call that ends on the path to `call` within its prompt.
+
+    Only calls that sampled something can be continued, so parents get strictly shorter and there is no cycle.
+    Between several sampling events with the same tokens: the recorded parent, then the same lane, then one that
+    was delivered, then the smallest id.
+    """
+    placed = calls[call]
+    for node in placed.end.upward():
+        if node.ends and node.depth <= placed.prompt_len:
+            fits = [other for other in node.ends if calls[other].sampled_len and other != call]
+            if fits:
+                return min(fits, key=lambda other: _preference(calls, placed, other))
+    return None
+
+
+def _preference(calls: Mapping[CallId, Placed], placed: Placed, other: CallId) -> tuple[bool, bool, bool, bool, CallId]:
+    candidate = calls[other]
+    return (
+        other != placed.hint,
+        candidate.lane != placed.lane,
+        candidate.status is not CallStatus.DELIVERED,
+        candidate.status in (CallStatus.FAILED, CallStatus.ABORTED),
+        other,
+    )
+
+
+def goes_through(placed: Placed, node: Node) -> bool:
+    """Tell whether a call's path leads through a node."""
+    return any(step is node for step in placed.end.upward())
+
+
+def last_of_prompt(placed: Placed) -> Node:
+    """Return the node that holds the last token of a call's prompt."""
+    node = placed.end
+    while node.start >= placed.prompt_len and node.parent is not None:
+        node = node.parent
+    return node
+
+
+def _rejected(calls: Mapping[CallId, Placed], family: Families, blocks: Iterable[Block]) -> set[CallId]:
+    """Return the attempts at a compaction that were not taken up although another attempt was.
+
+    Attempts at one compaction are summaries of one role that continue the same call, or answer the same prompt. One is
+    taken up when a call continues it, or when some of its answer comes back on a path of none of them. A summary that
+    nothing is known of stays a target: it may have been rewritten by the agent, or the run may have ended before its use.
+    """
+    groups: dict[tuple[str, CallId | None, int, int], list[CallId]] = {}
+    for call, placed in calls.items():
+        if placed.sampled_len and placed.role.endswith(SUMMARY_SUFFIX):
+            parent = family.parent[call]
+            prompt = (0, 0) if parent is not None else (id(last_of_prompt(placed)), placed.prompt_len)
+            groups.setdefault((placed.role, parent, *prompt), []).append(call)
+    attempts = [group for group in groups.values() if len(group) > 1]
+    found: set[CallId] = set()
+    if attempts:
+        memory = [(block, block.ids[: block.used].tobytes()) for block in blocks]
+        for group in attempts:
+            taken = _taken_up([calls[call] for call in group], memory)
+            used = {call for call, back in zip(group, taken, strict=True) if back or family.children.get(call)}
+            if used:
+                found.update(set(group) - used)
+    return found
+
+
+def _taken_up(group: list[Placed], memory: list[tuple[Block, bytes]]) -> list[bool]:
+    """Tell of each attempt whether a stretch of its answer is somewhere in the tree that no attempt's own path is."""
+    own = [stretch for placed in group for stretch in placed.end.stretches()]
+
+    def elsewhere(block: Block, data: bytes, window: bytes) -> bool:
+        for at in _found(data, window):
+            if not any(here is block and first <= at < stop for here, first, stop in own):
+                return True
+        return False
+
+    return [
+        any(elsewhere(block, data, window) for window in _windows(placed) for block, data in memory) for placed in group
+    ]
+
+
+def _windows(placed: Placed) -> list[bytes]:
+    """Return stretches of an answer as bytes. Its ends are left out where it is long: they are often rendered anew."""
+    answer = placed.end.path()[placed.prompt_len :]
+    if len(answer) <= _WINDOW + 4:
+        return [answer[: max(1, len(answer) - 1)].tobytes()]
+    last = len(answer) - _WINDOW - 2
+    starts = {last * quarter // 4 for quarter in range(5)}
+    return [answer[start : start + _WINDOW].tobytes() for start in sorted(starts)]
+
+
+def _found(data: bytes, window: bytes) -> Iterator[int]:
+    """Yield the places of ids among ids, both as bytes."""
+    at = data.find(window)
+    while at >= 0:
+        if at % 4 == 0:
+            yield at // 4
+        at = data.find(window, at + 1)
