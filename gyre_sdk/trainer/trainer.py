@@ -5,84 +5,55 @@ replaces what happens inside a step: units are taken one at a time as they are s
 un-normalised, and the sum is divided when the batch is closed. A batch without units leaves every gradient at None:
 the optimizer then changes nothing, the step is reported as skipped, and the schedule goes on.
 
-With one process this gives, on the same rows, the gradients of TRL's `GRPOTrainer` for `dapo` and `dr_grpo`.
+Several processes (torchrun, `accelerate launch`) train together: units fall to ranks, gradients are summed over them at
+close, with whole copies of the weights or with FSDP2's shards. DistributedDataParallel has no part in this: it takes the
+mean of gradients, in every backward pass.
+
+With one process this gives, on the same rows, the gradients of TRL's `GRPOTrainer` for `dapo` and `dr_grpo`; with several,
+those of one process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
-from trl.trainer.base_config import _BaseConfig
 from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import disable_dropout_in_model
 
-from gyre_sdk.errors import TrainerError
-from gyre_sdk.trainer.attention.budget import Budget
-from gyre_sdk.trainer.attention.executor import Objective, linearised
+from gyre_sdk.errors import SettingsError
+from gyre_sdk.trainer.arguments import TreeGRPOConfig, arguments
+from gyre_sdk.trainer.attention.executor import Executor
 from gyre_sdk.trainer.attention.flat import FlatExecutor
 from gyre_sdk.trainer.config import TrainConfig
-from gyre_sdk.trainer.loss import LossOptions, LossSums, Targets, Totals, denominator, describe, loss, loss_sum
+from gyre_sdk.trainer.loss import LossSums, Totals, denominator, describe
+from gyre_sdk.trainer.ranks import Ranks
+from gyre_sdk.trainer.reference import AdapterOff, FrozenCopy, Reference, frozen_copy
+from gyre_sdk.trainer.sharded import ShardedExecutor, is_sharded, shard_on_cpu, sum_gradients, whole_weights
+from gyre_sdk.trainer.unit_step import accumulate
 from gyre_sdk.trainer.units import Unit
+
+__all__ = ["Batches", "StepReport", "TreeGRPOConfig", "TreeGRPOTrainer", "make_trainer"]
 
 Batches = Callable[[int], Iterable[Unit]]
 """Step number, from 1 -> the units of its batch, as they are sealed; ends when the batch is closed."""
 
 
-@dataclass
-class TreeGRPOConfig(_BaseConfig):
-    """Settings of the trainer. Names are those of TRL's `GRPOConfig` where it has them."""
-
-    learning_rate: float = field(default=1e-6, metadata={"help": "Initial learning rate."})
-    per_device_train_batch_size: int = field(default=1, metadata={"help": "A step is one streamed batch: 1."})
-    gradient_checkpointing: bool | None = field(default=None, metadata={"help": "See `activation_checkpointing`."})
-    bf16: bool | None = field(default=False, metadata={"help": "Mixed precision in bfloat16."})
-    remove_unused_columns: bool | None = field(default=False, metadata={"help": "There are no columns."})
-    disable_dropout: bool = field(default=True, metadata={"help": "Dropout would make the ratio to sampling noisy."})
-    loss_type: str = field(default="run", metadata={"help": "See `gyre_sdk.trainer.loss`."})
-    epsilon: float = field(default=0.2, metadata={"help": "Lower (and upper) clip range of the ratio."})
-    epsilon_high: float | None = field(default=None, metadata={"help": "Upper clip range; None: as `epsilon`."})
-    max_completion_length: int = field(default=1024, metadata={"help": "Constant of `dr_grpo`."})
-    importance_sampling: str = field(default="bypass", metadata={"help": "`bypass` or `truncate`."})
-    importance_sampling_cap: float = field(default=2.0, metadata={"help": "Cap of `truncate`."})
-    negative_advantage_scale: float = field(default=1.0, metadata={"help": "Factor on negative advantages."})
-    micro_batch_tokens: int = field(default=8192, metadata={"help": "Tokens of a forward pass, padding included."})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.gradient_accumulation_steps != 1 or self.per_device_train_batch_size != 1:
-            raise ValueError("a step is one streamed batch: leave gradient_accumulation_steps and the batch size at 1")
-        if self.max_steps < 1:
-            raise ValueError(f"max_steps is {self.max_steps}; give the number of steps, at least 1")
-
-    def loss_options(self) -> LossOptions:
-        """Return what the loss needs."""
-        return LossOptions(
-            loss_type=self.loss_type,  # type: ignore[arg-type]
-            epsilon_low=self.epsilon,
-            epsilon_high=self.epsilon if self.epsilon_high is None else self.epsilon_high,
-            importance_sampling=self.importance_sampling,  # type: ignore[arg-type]
-            importance_sampling_cap=self.importance_sampling_cap,
-            negative_advantage_scale=self.negative_advantage_scale,
-            max_completion_length=self.max_completion_length,
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a step did."""
+    """What a step did, on all ranks together."""
 
     step: int
     units: list[str]
     totals: Totals
     metrics: dict[str, float]
-    """Empty for a skipped step."""
+    """Empty for a skipped step. What `on_step` adds is logged with it."""
 
     @property
     def skipped(self) -> bool:
@@ -112,11 +83,18 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
     """Trains a causal LM on units.
 
     Args:
-        model: transformers causal LM, or one with peft adapters.
+        model: transformers causal LM, or one with peft adapters; the same on every rank.
         args: the settings.
-        batches: gives the units of a step.
-        on_step: called after every step, before its checkpoint.
-        on_saved: called with step and folder when a checkpoint's files are written.
+        batches: gives the units of a step. On rank 0 only: it deals them out to the others.
+        reference_model: policy of the KL term when `beta` is above 0; None takes `model` without its adapters, or a copy
+            of it as it is now.
+        version: gives the version number that the policy in training has, or would get. On rank 0 only.
+        on_step: called after every step, before its checkpoint. On every rank.
+        on_saved: called with step and folder when a checkpoint's files are written. On rank 0.
+        callbacks: transformers' own.
+
+    Raises:
+        SettingsError: the model, or the way in which processes were started, does not allow what `args` say.
     """
 
     loss_is_scaled_for_ga = True
@@ -128,32 +106,63 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
         args: TreeGRPOConfig,
         batches: Batches,
         *,
+        reference_model: Any = None,
+        version: Callable[[], int | None] = lambda: None,
         on_step: Callable[[StepReport], None] = lambda report: None,
         on_saved: Callable[[int, Path], None] = lambda step, path: None,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
         if args.disable_dropout:
             disable_dropout_in_model(model)
+        self._options = args.loss_options()
         super().__init__(model=model, args=args, train_dataset=_Steps(), callbacks=callbacks)
         for noisy in (PrinterCallback, ProgressCallback):
             self.remove_callback(noisy)
-        if self.accelerator.num_processes > 1:
-            raise TrainerError("several training processes are not supported yet; start gyre-train without torchrun")
         self.add_callback(_Reporter(self))
+        self.ranks = Ranks()
+        self._reference_model = _reference_model(model, args, reference_model)
+        self._reference: Reference | None = None
+        self._executor: Executor | None = None
         self._batches = batches
+        self._version = version
         self._on_step = on_step
         self._on_saved = on_saved
-        self._options = args.loss_options()
-        autocast = torch.bfloat16 if args.bf16 else None
-        self._executor = FlatExecutor(self.model, Budget(tokens=args.micro_batch_tokens, autocast=autocast))
         self._done: StepReport | None = None
+        self._unlogged: list[dict[str, float]] = []
         self._grad_norm = 0.0
         self._learning_rate = 0.0
+
+    def whole_weights(self) -> dict[str, torch.Tensor] | None:
+        """Put the weights together on rank 0; every rank has to call this. None on others, or where nothing is sharded."""
+        if not is_sharded(self.model):
+            return None
+        found = whole_weights(self.model, keep=self.ranks.leads)
+        return found if self.ranks.leads else None
+
+    # -- the stock loop's seams --------------------------------------------------------------------------------------
 
     def _send_telemetry(self) -> None:
         """Send nothing."""
 
-    # -- the stock loop's seams --------------------------------------------------------------------------------------
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.is_deepspeed_enabled:
+            raise SettingsError(
+                "DeepSpeed keeps gradients to itself; use FSDP2 (accelerate launch --use_fsdp), or neither"
+            )
+        shard_on_cpu(self.accelerator, self.args.fsdp_plugin_args)
+        self.is_fsdp_enabled = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
+        if self.is_fsdp_enabled and self.args.executor not in ("auto", "flat"):
+            raise SettingsError(
+                f"executor = {self.args.executor!r} makes as many passes as its rows have segments, and FSDP needs as many"
+                " on every rank: use executor = 'flat' with FSDP, or no FSDP"
+            )
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        self.ranks.copy_weights(model)
+        if self.ranks.size > 1 and not self.is_fsdp_enabled:
+            self.accelerator.prepare_model(model, evaluation_mode=True)  # from here on it is taken for wrapped already
+        return super()._wrap_model(model, training, dataloader)
 
     def get_train_dataloader(self) -> DataLoader:  # type: ignore[type-arg]
         return DataLoader(self.train_dataset, batch_size=1)
@@ -168,12 +177,12 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
         """Accumulate a whole batch into the gradients; return its loss."""
         model.train()
         step = self.state.global_step + 1
-        totals = Totals()
-        found = LossSums()
-        units: list[str] = []
-        for unit in self._batches(step):
-            found.add(self._accumulate(unit, totals))
-            units.append(unit.id)
+        totals, found, units = Totals(), LossSums(), list[str]()
+        for dealt in self.ranks.deal(self._batches(step) if self.ranks.leads else ()):
+            units += dealt.names
+            if dealt.mine is not None or is_sharded(self.model):
+                found.add(self._accumulate(dealt.mine, totals))
+        totals, found = self._together(totals, found)
         divide_by = denominator(self._options, totals, found.sums)
         if divide_by == 0:
             model.zero_grad()  # nothing to train: every gradient is None, and the optimizer passes over all weights
@@ -186,38 +195,75 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         found = super()._get_grad_norm(model, grad_norm=grad_norm)
+        found = found.full_tensor() if isinstance(found, DTensor) else found
         self._grad_norm = 0.0 if found is None else float(found)
         self._learning_rate = self._get_learning_rate()  # once the schedule has stepped, it is the next step's
         return found
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with the mean of what the steps since the last log reported."""
+        names = {name for metrics in self._unlogged for name in metrics}
+        for name in sorted(names):
+            values = [metrics[name] for metrics in self._unlogged if name in metrics]
+            logs.setdefault(name, sum(values) / len(values))
+        self._unlogged.clear()
+        super().log(logs, start_time)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model as a folder that can be loaded anywhere. Every rank has to call this."""
+        if not is_sharded(self.model):
+            super().save_model(output_dir, _internal_call)
+            return
+        weights = whole_weights(self.model, keep=self.args.should_save)
+        if self.args.should_save:
+            self._save(output_dir, state_dict=weights)
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        self._on_saved(self.state.global_step, folder)
+        if self.args.sync_ref_model and self.args.should_save and isinstance(self._reference, FrozenCopy):
+            self._reference.save(folder)
+        self.ranks.wait()  # each rank writes the state of its random numbers
+        if self.ranks.leads:
+            self._on_saved(self.state.global_step, folder)
 
     # -- inside a step -----------------------------------------------------------------------------------------------
 
-    def _accumulate(self, unit: Unit, totals: Totals) -> LossSums:
+    def _accumulate(self, unit: Unit | None, totals: Totals) -> LossSums:
         """Add a unit's summed gradient, and count it; return what was found of its loss."""
-        targets = Targets.of(unit.rows, device=self.args.device)
-        totals.add(runs=unit.runs, rows=len(unit.rows), targets=unit.tokens, calls=targets.calls)
+        if self._executor is None:
+            self._executor = self._make_executor(self.model)
+            self._reference = self._make_reference(self._executor)
+        return accumulate(unit, totals, self._options, self._executor, self._reference, device=self.args.device)
 
-        def whole(logp_K: torch.Tensor, entropy_K: torch.Tensor) -> torch.Tensor:
-            return loss_sum(self._options, targets, logp_K, entropy_K)
-
-        if self._options.separable:
-            objective: Objective = partial(loss_sum, self._options, targets)
-        else:
-            _, objective = linearised(whole, self._executor.forward(unit.rows))
-        scores = self._executor.forward_backward(unit.rows, objective)
-        found = LossSums()
-        found.add(loss(self._options, targets, scores.logp_K, scores.entropy_K))
-        return found
+    def _together(self, totals: Totals, found: LossSums) -> tuple[Totals, LossSums]:
+        """Put together what the ranks counted and found."""
+        counts = self.ranks.add(torch.tensor([totals.runs, totals.rows, totals.targets, totals.calls]))
+        runs, rows, targets, calls = counts.tolist()
+        both = LossSums(self.ranks.add(found.sums), self.ranks.most(found.maxima))
+        return Totals(runs=runs, rows=rows, targets=targets, calls=calls), both
 
     def _close(self, divide_by: float) -> None:
+        self.ranks.add_gradients(self.model.parameters())
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(divide_by)
+
+    def _make_executor(self, model: Any) -> Executor:
+        if is_sharded(model):
+            sum_gradients(model)
+            return ShardedExecutor(model, self.args.budget(), self.ranks)
+        return FlatExecutor(model, self.args.budget())
+
+    def _make_reference(self, executor: Executor) -> Reference | None:
+        if not self._options.needs_reference:
+            return None
+        if self._reference_model is None:
+            return AdapterOff(self.model, executor)
+        model = self._reference_model
+        if is_sharded(self.model):
+            model = self.accelerator.prepare(model)
+        return FrozenCopy(model.to(self.args.device), self._make_executor)
 
     def _report(self) -> None:
         assert self._done is not None
@@ -226,48 +272,25 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
             report.metrics["grad_norm"] = self._grad_norm
             report.metrics["learning_rate"] = self._learning_rate
         self._on_step(report)
+        self._unlogged.append(report.metrics)
 
 
-def make_trainer(config: TrainConfig, model: Any, folder: Path, batches: Any, **callbacks: Any) -> TreeGRPOTrainer:
-    """Return the trainer that a config describes."""
+def make_trainer(config: TrainConfig, model: Any, folder: Path, batches: Any, **more: Any) -> TreeGRPOTrainer:
+    """Return the trainer that a config describes; `more` as of `TreeGRPOTrainer`."""
     if config.threads:
         torch.set_num_threads(config.threads)
-    schedule: dict[str, tuple[str, dict[str, float]]] = {
-        "constant": ("constant", {}),
-        "constant_with_warmup": ("constant_with_warmup", {}),
-        # with power 1, transformers' polynomial schedule is the linear one with an end above 0
-        "linear": ("polynomial", {"lr_end": config.learning_rate * config.final_learning_rate, "power": 1.0}),
-        "cosine": ("cosine_with_min_lr", {"min_lr_rate": config.final_learning_rate}),
-    }
-    kind, options = schedule[config.schedule]
-    args = TreeGRPOConfig(
-        output_dir=str(folder),
-        max_steps=config.steps,
-        learning_rate=config.learning_rate,
-        lr_scheduler_type=kind,
-        lr_scheduler_kwargs=options,
-        warmup_steps=config.warmup_steps,
-        adam_beta1=config.betas[0],
-        adam_beta2=config.betas[1],
-        weight_decay=config.weight_decay,
-        max_grad_norm=config.max_grad_norm,
-        epsilon=config.epsilon,
-        epsilon_high=config.epsilon_high,
-        loss_type=config.loss_type,
-        max_completion_length=config.max_completion_length,
-        importance_sampling=config.importance_sampling,
-        importance_sampling_cap=config.importance_sampling_cap,
-        negative_advantage_scale=config.negative_advantage_scale,
-        micro_batch_tokens=config.micro_batch_tokens,
-        seed=config.seed,
-        save_strategy="steps",
-        save_steps=config.save_every,
-        save_total_limit=config.keep_checkpoints,
-        logging_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        ignore_data_skip=True,
-        dataloader_pin_memory=False,
-        use_cpu=not torch.cuda.is_available(),
-    )
-    return TreeGRPOTrainer(model, args, batches, **callbacks)
+    return TreeGRPOTrainer(model, arguments(config, folder), batches, **more)
+
+
+def _reference_model(model: Any, args: TreeGRPOConfig, given: Any) -> Any:
+    """Return the model that the reference policy is; None for the one in training without its adapters."""
+    if not args.beta:
+        return None
+    adapters = hasattr(model, "disable_adapter")
+    if args.sync_ref_model and adapters and given is None:
+        raise SettingsError(
+            "sync_ref_model moves a copy's weights, and with adapters there is none: train full weights"
+        )
+    if given is None:
+        return None if adapters else frozen_copy(model)
+    return given
