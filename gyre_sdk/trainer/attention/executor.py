@@ -39,8 +39,9 @@ class Scores:
 class Executor(Protocol):
     """Runs the policy on the rows of a unit."""
 
-    name: str
-    """`flat`, `gather`, `dfs`, ..."""
+    @property
+    def name(self) -> str:
+        """`flat`, `gather`, `dfs`, ..."""
 
     def forward(self, rows: Sequence[Row]) -> Scores:
         """Score the targets without a gradient."""

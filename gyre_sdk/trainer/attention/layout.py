@@ -49,11 +49,11 @@ class Forest:
     label_K: Integers  # noqa: N815
     """Token id of each target."""
     index_K: Integers  # noqa: N815
-    """Place of each target among the targets of all rows that were given, ascending."""
-    raw: int
-    """Tokens of the same rows one by one."""
-    raw_pairs: int
-    """Pairs of query and key of the same rows one by one."""
+    """Place of each target among the targets of all rows that were given."""
+    raw: int = 0
+    """Tokens of the same rows one by one; not known for a part of a forest."""
+    raw_pairs: int = 0
+    """Pairs of query and key of the same rows one by one; not known for a part of a forest."""
 
     @property
     def unique(self) -> int:
@@ -105,6 +105,7 @@ def plant(rows: Sequence[Row], which: Sequence[int] | None = None) -> Forest:
         # what comes after the token that predicts the last target can change nothing
         ends.append(radix.insert(row.ids[: _needed(row)], _NOTHING)[0])
     segments = _Segments(radix)
+    start_S, parent_S = np.array(segments.start, dtype=np.int64), np.array(segments.parent, dtype=np.int64)
     first_K = np.concatenate([[0], np.cumsum([len(row.targets) for row in rows], dtype=np.int64)])
     at, label, index = [], [], []
     for place, end in zip(places, ends, strict=True):
@@ -115,10 +116,10 @@ def plant(rows: Sequence[Row], which: Sequence[int] | None = None) -> Forest:
     needed = np.array([_needed(rows[place]) for place in places], dtype=np.int64)
     return Forest(
         ids_U=segments.ids(),
-        start_S=np.array(segments.start, dtype=np.int64),
-        parent_S=np.array(segments.parent, dtype=np.int64),
+        start_S=start_S,
+        parent_S=parent_S,
         depth_S=np.array(segments.depth, dtype=np.int64),
-        end_S=segments.ends(),
+        end_S=subtree_ends(start_S, parent_S, segments.size),
         at_K=_joined(at),
         label_K=_joined(label),
         index_K=_joined(index),
@@ -154,6 +155,15 @@ def groups(rows: Sequence[Row], tokens: int) -> list[list[int]]:
     return [sorted(part) for part in found]
 
 
+def subtree_ends(start_S: Integers, parent_S: Integers, unique: int) -> Integers:
+    """Return the packed index after the last token of each segment's subtree."""
+    ends = [*start_S[1:].tolist(), unique][: len(start_S)]
+    for segment, above in reversed(list(enumerate(parent_S.tolist()))):
+        if above >= 0:
+            ends[above] = max(ends[above], ends[segment])
+    return np.array(ends, dtype=np.int64)
+
+
 class _Segments:
     """Segments of a radix tree in packed order. A node that is an only child belongs to its parent's segment."""
 
@@ -164,7 +174,7 @@ class _Segments:
         self._tokens: list[NDArray[np.int32]] = []
         self._of: dict[int, int] = {}
         """Segment of each node."""
-        self._size = 0
+        self.size = 0
         for node in _preorder(radix.root, _sizes(radix.root)):
             above = node.parent
             if above is None:
@@ -174,21 +184,13 @@ class _Segments:
             else:
                 self._of[id(node)] = len(self.start)
                 self.parent.append(-1 if above.parent is None else self._of[id(above)])
-                self.start.append(self._size)
+                self.start.append(self.size)
                 self.depth.append(node.start)
             self._tokens.append(node.tokens)
-            self._size += node.depth - node.start
+            self.size += node.depth - node.start
 
     def ids(self) -> NDArray[np.int32]:
         return np.concatenate(self._tokens) if self._tokens else _NOTHING
-
-    def ends(self) -> Integers:
-        ends = [*self.start[1:], self._size] if self.start else []
-        for segment in range(len(ends) - 1, -1, -1):
-            above = self.parent[segment]
-            if above >= 0:
-                ends[above] = max(ends[above], ends[segment])
-        return np.array(ends, dtype=np.int64)
 
     def packed(self, end: Node, positions: Integers) -> Integers:
         """Return the packed indices of positions on the path that ends with a node."""
