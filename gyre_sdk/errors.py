@@ -25,6 +25,7 @@ Tree::
     ├── HookError            a hook raised, or returned what its event cannot take
     └── TrainerError         training cannot go on
         ├── EngineError      the embedded engine cannot serve
+        ├── MismatchError    the trainer computes other log-probs than the engine sampled with
         └── PublishError     new weights did not reach a replica
 """
 
@@ -169,6 +170,10 @@ class TrainerError(GyreError):
 
 class EngineError(TrainerError):
     """The embedded engine cannot load a model or serve a request."""
+
+
+class MismatchError(TrainerError):
+    """The trainer's log-probs differ from those at sampling by more than the threshold; the message says where and why."""
 
 
 class PublishError(TrainerError):
