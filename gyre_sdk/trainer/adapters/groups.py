@@ -1,0 +1,108 @@
+"""Groups of runs for trainers that have a loop of their own: sessions in threads, each group sealed when its last run ends."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gyre_sdk import events
+from gyre_sdk.errors import GyreError, TrainerError
+from gyre_sdk.harness.task import Task
+from gyre_sdk.records import RunRecord
+from gyre_sdk.trainer.rollouts import Workers, usable_runs
+from gyre_sdk.trainer.stack import Stack
+from gyre_sdk.trainer.units import SealedGroup, Sealer
+
+WRONG_TEMPERATURE = "target_temperature"
+"""Counted targets: sampled at another temperature than the one that TRL's trainer computes with."""
+
+_log = logging.getLogger("gyre.trainer")
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedGroup:
+    """A group whose runs have all ended."""
+
+    task: Task
+    runs: list[RunRecord]
+    """Those that count, one per member."""
+    sealed: SealedGroup
+    """What of them can be trained."""
+    sampled: int
+    """Tokens that were sampled in them."""
+
+
+class Groups:
+    """Runs groups on a stack, `rollout.concurrency` runs at a time."""
+
+    def __init__(self, stack: Stack, sealer: Sealer) -> None:
+        self._stack = stack
+        self._sealer = sealer
+        self._workers = Workers(stack.config.rollout.concurrency, "rollout")
+        self._lock = threading.Lock()
+        self._failure: Exception | None = None
+
+    def begin(
+        self, task: Task, group: str, members: int, done: Callable[[ClosedGroup], None], *, split: str = "train"
+    ) -> None:
+        """Queue the runs of a new group; `done` is called in the thread of the run that ends last."""
+        sampled: list[int] = []
+
+        def member(number: int) -> None:
+            tokens = self._run(task, group, number, split)
+            with self._lock:
+                sampled.append(tokens)
+                last = len(sampled) == members
+            if last:
+                self._close(task, group, sum(sampled), done)
+
+        for number in range(members):
+            self._workers.submit(lambda number=number: member(number))  # type: ignore[misc]
+
+    def check(self) -> None:
+        """Raise when groups do not close any more.
+
+        Raises:
+            TrainerError: a group could not be sealed, or engine or proxy were given up.
+        """
+        if self._failure is not None:
+            raise TrainerError(
+                f"a group of runs could not be sealed: {type(self._failure).__name__}: {self._failure}"
+            ) from self._failure
+        self._stack.check()
+
+    def stop(self, seconds: float) -> bool:
+        """Let runs in flight end, for at most `seconds`; True when all did. Queued ones are run too."""
+        return self._workers.stop(seconds)
+
+    def _run(self, task: Task, group: str, member: int, split: str) -> int:
+        try:
+            return self._stack.run_session(task, group=group, member=member, split=split).sampled_tokens
+        except GyreError as error:
+            _log.warning("run %d of %s: %s", member, group, error)
+        except Exception as error:  # boundary: the user's agent; the session has recorded it
+            _log.info("run %d of %s: %s: %s", member, group, type(error).__name__, error)
+        return 0
+
+    def _close(self, task: Task, group: str, sampled: int, done: Callable[[ClosedGroup], None]) -> None:
+        try:
+            runs = usable_runs(self._stack.journal.runs(group=group))
+            sealed = self._sealer.seal(self._stack.journal, group, [run.run for run in runs])
+            credit = sealed.credit
+            self._stack.observer(
+                events.GroupClosed(
+                    time.time(),
+                    group,
+                    scored=credit.scored,
+                    started=credit.started,
+                    mean_reward=credit.mean,
+                    trainable=credit.dropped is None,
+                )
+            )
+            done(ClosedGroup(task, runs, sealed, sampled))
+        except Exception as error:  # boundary: top of a group's end; `check` raises it in the trainer's thread
+            _log.exception("group %s", group)
+            self._failure = error
