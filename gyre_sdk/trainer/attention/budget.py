@@ -18,8 +18,6 @@ class Budget:
     """Logits (targets x vocabulary) that exist at once."""
     segment: int = 2048
     """Tokens whose activations `dfs` holds at once; longer segments are cut."""
-    kv_rows: int = 1 << 16
-    """K/V rows per layer that a forward pass of `gather` copies: the path of each segment."""
     memory: int = 0
     """Bytes that the activations of a forward pass may take, as far as they can be estimated; 0 for no limit."""
     autocast: torch.dtype | None = None

@@ -153,13 +153,15 @@ def separated(model: Any) -> tuple[Any, After] | None:
     seen whatever its weights are.
     """
     head = model.get_output_embeddings()
-    backbone = getattr(model, model.base_model_prefix, None)
-    if head is None or backbone is None or backbone is model:
+    if head is None:
         return None
+    found: list[tuple[Any, Tensor]] = []
     seen: dict[str, Tensor] = {}
 
-    def after_backbone(module: Any, args: Any, output: Any) -> None:
-        seen["hidden"] = output.last_hidden_state
+    def after_module(module: Any, args: Any, output: Any) -> None:
+        hidden_BTD = getattr(output, "last_hidden_state", None)
+        if module is not model and isinstance(hidden_BTD, Tensor):
+            found.append((module, hidden_BTD))
 
     def instead_of_head(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         seen["into"] = args[0]
@@ -167,7 +169,8 @@ def separated(model: Any) -> tuple[Any, After] | None:
         seen["ramp"] = ramp_V.expand(output.shape).clone()
         return seen["ramp"].clone()
 
-    hooks = [backbone.register_forward_hook(after_backbone), head.register_forward_hook(instead_of_head)]
+    hooks = [module.register_forward_hook(after_module) for module in model.modules()]
+    hooks.append(head.register_forward_hook(instead_of_head))
     device = next(model.parameters()).device
     try:
         with torch.no_grad():
@@ -176,7 +179,9 @@ def separated(model: Any) -> tuple[Any, After] | None:
     finally:
         for hook in hooks:
             hook.remove()
-    if set(seen) != {"hidden", "into", "ramp"} or not torch.equal(seen["into"], seen["hidden"]):
+    # the outermost module that gives what the head takes: it is called last
+    backbone = next((module for module, hidden in reversed(found) if torch.equal(hidden, seen["into"])), None)
+    if backbone is None:
         return None
     for after in _known(model.config.get_text_config()):
         if torch.equal(after(seen["ramp"]).to(logits_BTV.dtype), logits_BTV):
@@ -187,9 +192,9 @@ def separated(model: Any) -> tuple[Any, After] | None:
 def _known(text: Any) -> list[After]:
     """Return what transformers' models do to logits, with the numbers of a config."""
     found: list[After] = [lambda logits: logits, lambda logits: logits.float()]
-    cap = getattr(text, "final_logit_softcapping", None)
-    if cap:
-        found.append(lambda logits: torch.tanh(logits / cap) * cap)
+    for name in ("final_logit_softcapping", "logits_soft_cap"):
+        if isinstance(cap := getattr(text, name, None), float | int):
+            found.append(lambda logits, cap=cap: torch.tanh(logits / cap) * cap)  # type: ignore[misc]
     for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):
         if isinstance(scale := getattr(text, name, None), float | int):
             found.append(lambda logits, scale=scale: logits * scale)  # type: ignore[misc]

@@ -1,0 +1,151 @@
+"""Which executor a model gets: by looking at it, never by trust.
+
+`auto` takes, for each unit, the one that has least to compute; a model whose tokens meet elsewhere than in plain attention
+gets `flat`, and the log says why. An executor that was asked for by name and would be wrong is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from gyre_sdk.errors import TrainerError
+from gyre_sdk.trainer.attention.budget import Budget
+from gyre_sdk.trainer.attention.check import Checked
+from gyre_sdk.trainer.attention.dfs import DfsExecutor
+from gyre_sdk.trainer.attention.executor import Executor, Objective, Scores
+from gyre_sdk.trainer.attention.flat import FlatExecutor, plan
+from gyre_sdk.trainer.attention.gather import GatherExecutor
+from gyre_sdk.trainer.attention.head import separated
+from gyre_sdk.trainer.attention.layout import groups, plant
+from gyre_sdk.trainer.attention.probe import obstacles
+from gyre_sdk.trainer.units import Row
+
+_log = logging.getLogger("gyre.trainer")
+
+Wanted = Literal["auto", "flat", "gather", "dfs"]
+_SEGMENT_COST = 24
+"""Tokens that could be computed in the time that a segment costs beside its tokens: calls, merging of results."""
+_RECOMPUTED = 1.33
+"""What `dfs` pays for a token above a branch: a second forward pass beside a forward and a backward one."""
+
+
+def choose(model: Any, wanted: Wanted = "auto", budget: Budget | None = None) -> Executor:
+    """Return the executor for a model, to be used as it is: one that shares prefixes checks itself against `flat`.
+
+    Raises:
+        TrainerError: the executor that is wanted would not be exact for this model.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if base.config.is_encoder_decoder:
+        raise TrainerError(f"{type(base).__name__} is an encoder and a decoder; gyre trains causal language models")
+    budget = fitted(base, budget or Budget())
+    flat = FlatExecutor(model, budget)
+    if wanted == "flat":
+        return flat
+    if wanted not in ("auto", "gather", "dfs"):
+        raise TrainerError(f"no executor {wanted!r}; choose from auto, flat, gather, dfs")
+    reasons = obstacles(base)
+    if reasons and wanted == "auto":
+        _log.info("every row is run by itself (executor flat): %s: %s", type(base).__name__, "; ".join(reasons))
+        return flat
+    if reasons:
+        raise TrainerError(
+            f"executor = {wanted!r} would not be exact for {type(base).__name__}: {'; '.join(reasons)}. "
+            'Set executor = "auto" or "flat"'
+        )
+    match wanted:
+        case "gather":
+            return Checked(GatherExecutor(model, budget), flat, model, budget)
+        case "dfs":
+            return Checked(DfsExecutor(model, budget), flat, model, budget)
+    return Auto(model, flat, budget)
+
+
+class Auto:
+    """Takes for each unit the executor that has least to compute. The choice depends on the rows only."""
+
+    name = "auto"
+
+    def __init__(self, model: Any, flat: FlatExecutor, budget: Budget) -> None:
+        """`flat` is the reference that the others are checked against."""
+        self._budget = budget
+        self._executors: dict[str, Executor] = {
+            "flat": flat,
+            "gather": Checked(GatherExecutor(model, budget), flat, model, budget),
+            "dfs": Checked(DfsExecutor(model, budget), flat, model, budget),
+        }
+
+    def forward(self, rows: Sequence[Row]) -> Scores:
+        """Score the targets without a gradient."""
+        return self._executors[fastest(rows, self._budget)].forward(rows)
+
+    def forward_backward(self, rows: Sequence[Row], objective: Objective) -> Scores:
+        """Score the targets and add the gradient of the summed objective into the parameters' `.grad`."""
+        return self._executors[fastest(rows, self._budget)].forward_backward(rows, objective)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What each executor would compute for some rows, in tokens of a forward and backward pass."""
+
+    flat: float
+    gather: float
+    dfs: float
+
+
+def costs(rows: Sequence[Row], budget: Budget) -> Costs:
+    """Count what the executors would compute."""
+    lengths = [int(row.targets[-1]) for row in rows if len(row.targets)]
+    flat = sum(len(order) * lengths[int(order[-1])] for order in plan(lengths, budget.tokens))
+    forests = [plant(rows, part) for part in groups(rows, budget.tokens)]
+    gather = sum(forest.unique + _SEGMENT_COST * len(forest.start_S) for forest in forests)
+    whole = plant(rows)
+    above = np.isin(np.arange(len(whole.start_S)), whole.parent_S)
+    twice = int((whole.stop_S - whole.start_S)[above].sum())
+    dfs = whole.unique + (_RECOMPUTED - 1) * twice + _SEGMENT_COST * len(whole.start_S)
+    return Costs(flat, gather, dfs)
+
+
+def fastest(rows: Sequence[Row], budget: Budget) -> str:
+    """Return the name of the executor with least to compute; a tie goes to the simpler one."""
+    if len(rows) == 1:
+        return "flat" if len(rows[0].ids) <= budget.tokens else "dfs"
+    found = costs(rows, budget)
+    return min(("flat", "gather", "dfs"), key=lambda name: getattr(found, name))
+
+
+def fitted(model: Any, budget: Budget) -> Budget:
+    """Return a budget whose passes fit into its memory, by what a pass of this model keeps for a token."""
+    if not budget.memory:
+        return budget
+    tokens = max(1, budget.memory // kept_bytes(model, budget))
+    return replace(budget, tokens=min(budget.tokens, tokens), segment=min(budget.segment, tokens))
+
+
+def kept_bytes(model: Any, budget: Budget, tokens: int = 64) -> int:
+    """Return the bytes that a forward pass keeps per token for its backward pass."""
+    kept = 0
+    seen: set[int] = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            kept += storage.nbytes()
+        return tensor
+
+    device = next(model.parameters()).device
+    ids_BT = torch.zeros(1, tokens, dtype=torch.int64, device=device)
+    found = separated(model)
+    run = model if found is None else found[0]
+    with torch.enable_grad(), budget.precision(device), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        output = run(input_ids=ids_BT, use_cache=False)
+    del output  # until here it keeps what it needs for a backward pass, so that no address is counted twice
+    return max(1, kept // tokens)
