@@ -180,8 +180,14 @@ state() {
   IFS= read -r st </proc/$$/stat
   set -- ${st##*) }
   echo "nice ${17} policy ${39}"
-  cat /proc/$$/limits /proc/$$/oom_score_adj /proc/$$/cgroup
-  grep -E '^(Sig(Blk|Ign|Cgt)|Cpus_allowed|Mems_allowed|NoNewPrivs|Seccomp|TracerPid)' /proc/$$/status
+  for f in limits oom_score_adj cgroup status; do
+    while IFS= read -r l; do
+      case $f.$l in
+      status.SigBlk*|status.SigIgn*|status.SigCgt*|status.Cpus_allowed*|status.Mems_allowed*) echo "$l";;
+      status.NoNewPrivs*|status.Seccomp*|status.TracerPid*|[!s]*) echo "$l";;
+      esac
+    done </proc/$$/$f
+  done
 }
 SH=/bin/sh
 [ -x /bin/bash ] && SH=/bin/bash

@@ -96,7 +96,7 @@ class Supervision:
         if only is None or len(self._supervisors) > 1 or not (only.alive and only.guarded):
             return False
         try:
-            if only.ask("kill_others", timeout=5.0)[0] != 0:
+            if only.ask("L=; kill_others", timeout=5.0)[0] != 0:
                 return False
             self._equip(only)
             return True

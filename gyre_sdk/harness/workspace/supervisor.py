@@ -105,6 +105,7 @@ class Supervisor:
         self.left = ""
         self.guarded = self.bare = False
         self.alive = True
+        self._launcher: bytes | None = None
         self._channel = channel
         self._nonce = nonce.decode()
         self._answer_mark = b"\n=" + nonce + b" "
@@ -145,7 +146,10 @@ class Supervisor:
     def start(self, running: Running, code: str) -> None:
         """Start a command; `code` ends by calling `launch`."""
         with self._lock:
+            first = not self._running
             self._running[running.id] = running
+        if not first:
+            self._equip()
         self._send(b"R %s %d 0\n" % (running.id.encode(), _lines(code)), _text(code))
 
     def ask(self, code: str, *, timeout: float = 60.0, data: bytes | None = None) -> tuple[int, bytes]:
@@ -154,6 +158,17 @@ class Supervisor:
         Raises:
             SupervisorLost: it died, or gave no answer within `timeout` seconds (and is then given up).
         """
+        answer = self._request(code, data)
+        if not self.alive:
+            answer.ready.set()
+        if not answer.ready.wait(timeout):
+            self.close()
+            raise SupervisorLost(f"no answer within {timeout:g} s")
+        if answer.status is None:
+            raise SupervisorLost(self.heard() or "it ended")
+        return answer.status, answer.content
+
+    def _request(self, code: str, data: bytes | None = None) -> _Answer:
         answer = _Answer(f"a{next(_ids)}")
         head = b"S %s %d 0\n" % (answer.id.encode(), _lines(code))
         body = _text(code)
@@ -165,14 +180,7 @@ class Supervisor:
             with self._lock:
                 self._answers.append(answer)
             self._write(head + body)
-        if not self.alive:
-            answer.ready.set()
-        if not answer.ready.wait(timeout):
-            self.close()
-            raise SupervisorLost(f"no answer within {timeout:g} s")
-        if answer.status is None:
-            raise SupervisorLost(self.heard() or "it ended")
-        return answer.status, answer.content
+        return answer
 
     def is_attended(self, running: Running) -> bool:
         """Tell whether the subshell that will report the command's end still lives: the command may have killed it."""
@@ -208,14 +216,30 @@ class Supervisor:
             self._slots.append(running.slot)
 
     def equip(self, launcher: bytes) -> None:
-        """Bring a launcher, again where commands could have changed it; it is used if it runs there."""
-        self.ask('tar -xf - -o -C "$D"', data=tar_of({"launcher": launcher}, mode=0o700))
-        self.ask('L=; [ "$("$D/launcher" check 2>/dev/null)" = ok ] && L=$D/launcher')
+        """Bring a launcher, again where commands could have changed it, for use if it runs there.
+
+        It is sent once the first command has ended, or another is to start beside it: many workspaces never run a second one,
+        and the first is sooner launched by the shell than this is sent and tried.
+        """
+        with self._lock:
+            self._launcher = launcher
+
+    def _equip(self) -> None:
+        with self._lock:
+            launcher, self._launcher = self._launcher, None
+        if launcher is None:
+            return
+        self._request('tar -xf - -o -C "$D"', tar_of({"launcher": launcher}, mode=0o700))
+        self._request('L=; [ "$("$D/launcher" check 2>/dev/null)" = ok ] && L=$D/launcher')
 
     def forget(self, running: Running) -> None:
         """Drop a command's state here; its late events are ignored."""
         with self._lock:
             self._running.pop(running.id, None)
+        try:
+            self._equip()
+        except SupervisorLost:
+            pass  # whoever runs the next command is told
 
     def close(self) -> None:
         """Let go of the supervisor. Idempotent."""
