@@ -192,7 +192,7 @@ class TrainConfig(msgspec.Struct, frozen=True):
     """Advantage: reward minus the group's mean, divided by its standard deviation (`group`: of the sample; `population`) or
     not (`none`); `leave_one_out`: reward minus the mean of the other runs."""
     credit_hook: str | None = None
-    """`module:function` that gives advantages per call or role in place of the run's."""
+    """`module:function` that gives rewards per role or per call; their advantages stand in place of the run's."""
     selection: str = "paper"
     """Rule that selects trajectories: `paper`, `all`, `longest`, `main_only`, or `module:function`."""
     roles: dict[str, RoleConfig] = {}
@@ -209,7 +209,7 @@ class TrainConfig(msgspec.Struct, frozen=True):
     executor: Literal["auto", "flat", "gather", "dfs"] = "auto"
     """How rows are computed: `flat` each by itself; `gather` and `dfs` share prefixes. `auto` looks at the model and the rows."""
     unit_tokens: NotNegative = 0
-    """Path tokens after which a unit of training work is full; 0 makes one unit of a group."""
+    """Tokens of a unit of training work at most, shared prefixes counted once; 0 makes one unit of a group."""
     micro_batch_tokens: Positive = 8192
     """Tokens of a forward pass, padding included; a longer row goes alone. On a CPU 1024 to 2048 are fastest."""
     activation_checkpointing: bool = False

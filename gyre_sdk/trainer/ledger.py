@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -75,6 +76,8 @@ class StepStarted(msgspec.Struct, frozen=True, tag=True):
     step: int
     """1-based; the number of optimizer steps once it is committed."""
     groups: list[str]
+    settings: dict[str, Any] = {}
+    """Of selection and credit (`Sealer.settings`): with them the units can be made again from the record."""
 
 
 class StepCommitted(msgspec.Struct, frozen=True, tag=True):

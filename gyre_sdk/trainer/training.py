@@ -21,6 +21,7 @@ from gyre_sdk.credit import Baseline
 from gyre_sdk.errors import SettingsError, TrainerError
 from gyre_sdk.harness.hooks import unobserved
 from gyre_sdk.harness.ports import Observer
+from gyre_sdk.select import ROLES, Role
 from gyre_sdk.trainer.checkpoints import folder_digest, remove_after
 from gyre_sdk.trainer.config import TrainConfig, TrainerConfig
 from gyre_sdk.trainer.ledger import (
@@ -111,12 +112,32 @@ def train(
     return _Training(stack).run()
 
 
-def make_sealer(config: TrainConfig) -> Sealer:
-    """Return what seals the units that a config describes."""
+_BASELINES = {
+    "group": Baseline.SAMPLE_STD,
+    "population": Baseline.POPULATION_STD,
+    "none": Baseline.MEAN,
+    "leave_one_out": Baseline.LEAVE_ONE_OUT,
+}
+
+
+def make_sealer(config: TrainConfig, base: Path = Path()) -> Sealer:
+    """Return what seals the units that a config describes.
+
+    Args:
+        base: folder of the config file: modules next to it can be named.
+    """
+    roles = tuple(Role(name, role.weight, role.j_max) for name, role in config.roles.items())
     return Sealer(
         j_max=config.j_max or None,
         seed=config.seed,
-        baseline=Baseline.SAMPLE_STD if config.scale_rewards == "group" else Baseline.MEAN,
+        baseline=_BASELINES[config.scale_rewards],
+        unit_tokens=config.unit_tokens,
+        rule=config.selection,
+        roles=roles or ROLES,
+        max_staleness=config.max_staleness,
+        mask_truncated=config.mask_truncated_completions,
+        credit_hook=config.credit_hook,
+        base=base,
     )
 
 
@@ -145,7 +166,7 @@ class _Training:
             concurrency=config.rollout.concurrency,
             check=stack.check,
         )
-        self._sealer = make_sealer(config.train)
+        self._sealer = make_sealer(config.train, stack.base)
         self._step = _Step()
         self._unpublished = False
         self._hopeless = 0
@@ -181,12 +202,18 @@ class _Training:
         """Yield the units of a step as its groups close."""
         self._step = current = _Step()
         groups = self._rollouts.take()
-        self._ledger.add(StepStarted(step, groups), at=time.time())
+        self._ledger.add(StepStarted(step, groups, self._sealer.settings), at=time.time())
+        versions = self._ledger.state.versions
+
+        def lag(version: int) -> int:
+            """Return how many optimizer steps lie between a version and the policy that this step changes."""
+            return step - 1 - (versions[version][1] if version in versions else 0)
+
         asked = time.monotonic()
         for closed in self._rollouts.closed(groups):
             current.waited += time.monotonic() - asked
             current.groups.append(closed)
-            sealed = self._sealer.seal(self._stack.journal, closed.group, closed.runs)
+            sealed = self._sealer.seal(self._stack.journal, closed.group, closed.runs, lag=lag)
             current.untrained.update(sealed.dropped)
             for unit in sealed.units:
                 self._ledger.add(UnitSealed(unit.id, unit.group, unit.runs, unit.tokens), at=time.time())

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from units_kit import call, flat_run, run_record, seal, two_runs
 
 from gyre_sdk.credit import Baseline
-from gyre_sdk.records import CallId, CallRecord, CallStatus, LaneId, RunId, RunRecord, RunStatus, Sampling, VersionSpan
+from gyre_sdk.records import CallStatus, RunStatus, Sampling
 from gyre_sdk.trainer.loss import LossOptions, Targets, Totals, denominator
 from gyre_sdk.trainer.loss import loss as summed_loss
-from gyre_sdk.trainer.units import Row, SealedGroup, Sealer, digest, reproducible
+from gyre_sdk.trainer.units import Row, SealedGroup, digest, reproducible
 
 CASES = Path(__file__).parents[3] / "shared" / "cases" / "loss"
 
@@ -27,54 +28,6 @@ def case(name: str) -> dict[str, Any]:
         pytest.skip(f"{path} is not here")
     found: dict[str, Any] = json.loads(path.read_text())
     return found
-
-
-def run_record(
-    run: str, reward: float | None, *, member: int = 0, status: RunStatus = RunStatus.COMPLETED
-) -> RunRecord:
-    return RunRecord(RunId(run), "task", 0.0, member=member, status=status, reward=reward)
-
-
-def call(
-    run: str,
-    name: str,
-    prompt: list[int],
-    sampled: list[int],
-    *,
-    role: str = "main",
-    sampling: Sampling | None = None,
-    **more: Any,
-) -> CallRecord:
-    fields: dict[str, Any] = {
-        "status": CallStatus.DELIVERED,
-        "logprobs": [-1.0] * len(sampled),
-        "versions": [VersionSpan(3, 0, len(sampled))] if sampled else [],
-        "parent": None,
-        "fork_reason": None,
-        "shared": 0,
-        "finish_reason": "stop",
-        "received_at": 0.0,
-        **more,
-    }
-    return CallRecord(
-        call=CallId(f"{run}-{name}"),
-        run=RunId(run),
-        lane=LaneId(f"{run}-main"),
-        role=role,
-        prompt_ids=prompt,
-        sampled_ids=sampled,
-        sampling=sampling or Sampling(),
-        **fields,
-    )
-
-
-def flat_run(run: str, tokens: int) -> list[CallRecord]:
-    """A run of one call that sampled so many tokens."""
-    return [call(run, "c", [1, 2, 3], list(range(10, 10 + tokens)))]
-
-
-def seal(runs: list[RunRecord], calls: dict[str, list[CallRecord]], **options: Any) -> SealedGroup:
-    return Sealer(**{"baseline": Baseline.MEAN, **options}).seal_records("g", runs, lambda run: calls.get(run, []))
 
 
 def loss_of(
@@ -192,10 +145,6 @@ def test_case_unscored_run_in_group(missing: float | None) -> None:
     assert lonely.units == () and lonely.dropped == {"group_too_small": 1, "run_unscored": 3}
     nobody = seal([run_record(f"u{n}", None) for n in range(4)], {})
     assert nobody.units == () and nobody.dropped == {"group_too_small": 1, "run_unscored": 4}
-
-
-def two_runs() -> tuple[list[RunRecord], dict[str, list[CallRecord]]]:
-    return [run_record("a", 1.0), run_record("b", 0.0, member=1)], {"a": flat_run("a", 4), "b": flat_run("b", 6)}
 
 
 def test_weights_sum_to_one_over_a_run_and_nothing_is_trained_twice() -> None:
