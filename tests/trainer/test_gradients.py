@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,8 +15,7 @@ import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_policy import VOCAB, gradient, random_row, relative, tiny_model, unit_of
-from transformers.models.qwen3 import modeling_qwen3
+from tiny_policy import VOCAB, gradient, pure64, random_row, relative, tiny_model, unit_of
 from trl import GRPOConfig, GRPOTrainer
 
 from gyre_sdk.trainer.attention.budget import Budget
@@ -28,28 +25,6 @@ from gyre_sdk.trainer.trainer import TreeGRPOConfig, TreeGRPOTrainer
 from gyre_sdk.trainer.units import Row, Unit
 
 MAX_COMPLETION = 40
-
-
-@contextmanager
-def pure64() -> Iterator[None]:
-    """Undo transformers' casts to float32 inside the norm and the rotary embedding."""
-
-    def norm(self: Any, hidden: torch.Tensor) -> torch.Tensor:
-        variance = hidden.pow(2).mean(-1, keepdim=True)
-        return self.weight * hidden * torch.rsqrt(variance + self.variance_epsilon)
-
-    def rotary(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        size = self.inv_freq.shape[0] * 2
-        base = self.config.rope_parameters["rope_theta"]
-        inverse = 1.0 / (base ** (torch.arange(0, size, 2, dtype=torch.float64) / size))
-        angles = position_ids[..., None].double() * inverse
-        both = torch.cat([angles, angles], -1)
-        return both.cos(), both.sin()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modeling_qwen3.Qwen3RMSNorm, "forward", norm)
-        patch.setattr(modeling_qwen3.Qwen3RotaryEmbedding, "forward", rotary)
-        yield
 
 
 def ours(model: Any, units: list[Unit], folder: Path, **options: Any) -> torch.Tensor:

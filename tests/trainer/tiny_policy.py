@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3 import modeling_qwen3
 
 from gyre_sdk.trainer.units import Row, Unit, digest
 
 VOCAB = 64
+
+
+@contextmanager
+def pure64() -> Iterator[None]:
+    """Undo transformers' casts to float32 inside the norm and the rotary embedding."""
+
+    def norm(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        variance = hidden.pow(2).mean(-1, keepdim=True)
+        return self.weight * hidden * torch.rsqrt(variance + self.variance_epsilon)
+
+    def rotary(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        size = self.inv_freq.shape[0] * 2
+        base = self.config.rope_parameters["rope_theta"]
+        inverse = 1.0 / (base ** (torch.arange(0, size, 2, dtype=torch.float64) / size))
+        angles = position_ids[..., None].double() * inverse
+        both = torch.cat([angles, angles], -1)
+        return both.cos(), both.sin()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling_qwen3.Qwen3RMSNorm, "forward", norm)
+        patch.setattr(modeling_qwen3.Qwen3RotaryEmbedding, "forward", rotary)
+        yield
 
 
 def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
