@@ -50,7 +50,7 @@ def samples_of(
     """
     rows = [row for unit in group.sealed.units for row in unit.rows]
     dropped = Counter(group.sealed.dropped)
-    rewards = {run.run: run.reward for run in group.runs}
+    rewards: dict[str, float | None] = {run.run: run.reward for run in group.runs}
     runs = {row.run for row in rows}
     length = sum(len(row.targets) for row in rows) / max(len(runs), 1)
     credit = group.sealed.credit
