@@ -16,11 +16,12 @@ those of one process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
@@ -29,10 +30,11 @@ from trl.trainer.utils import disable_dropout_in_model
 
 from gyre_sdk.errors import SettingsError
 from gyre_sdk.trainer.arguments import TreeGRPOConfig, arguments
+from gyre_sdk.trainer.attention.choose import choose
 from gyre_sdk.trainer.attention.executor import Executor
-from gyre_sdk.trainer.attention.flat import FlatExecutor
 from gyre_sdk.trainer.config import TrainConfig
 from gyre_sdk.trainer.loss import LossSums, Totals, denominator, describe
+from gyre_sdk.trainer.mismatch import Mismatch
 from gyre_sdk.trainer.ranks import Ranks
 from gyre_sdk.trainer.reference import AdapterOff, FrozenCopy, Reference, frozen_copy
 from gyre_sdk.trainer.sharded import ShardedExecutor, is_sharded, shard_on_cpu, sum_gradients, whole_weights
@@ -54,6 +56,8 @@ class StepReport:
     totals: Totals
     metrics: dict[str, float]
     """Empty for a skipped step. What `on_step` adds is logged with it."""
+    mismatch: Mismatch = field(default_factory=Mismatch)
+    """The trainer's log-probs against those recorded at sampling."""
 
     @property
     def skipped(self) -> bool:
@@ -88,7 +92,8 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
         batches: gives the units of a step. On rank 0 only: it deals them out to the others.
         reference_model: policy of the KL term when `beta` is above 0; None takes `model` without its adapters, or a copy
             of it as it is now.
-        version: gives the version number that the policy in training has, or would get. On rank 0 only.
+        version: gives the version number that the policy in training has, or would get; staleness counts from it. On rank
+            0 only.
         on_step: called after every step, before its checkpoint. On every rank.
         on_saved: called with step and folder when a checkpoint's files are written. On rank 0.
         callbacks: transformers' own.
@@ -125,8 +130,11 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
         self._executor: Executor | None = None
         self._batches = batches
         self._version = version
+        self._in_training: int | None = None
         self._on_step = on_step
         self._on_saved = on_saved
+        self._mismatch = Mismatch()
+        self._resumed_from: Path | None = None
         self._done: StepReport | None = None
         self._unlogged: list[dict[str, float]] = []
         self._grad_norm = 0.0
@@ -178,6 +186,8 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
         model.train()
         step = self.state.global_step + 1
         totals, found, units = Totals(), LossSums(), list[str]()
+        self._mismatch = Mismatch()
+        self._in_training = self.ranks.share(self._version() if self.ranks.leads else None)
         for dealt in self.ranks.deal(self._batches(step) if self.ranks.leads else ()):
             units += dealt.names
             if dealt.mine is not None or is_sharded(self.model):
@@ -188,10 +198,16 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
             model.zero_grad()  # nothing to train: every gradient is None, and the optimizer passes over all weights
             self._done = StepReport(step, [], totals, {})
             return torch.zeros((), device=self.args.device)
+        if self.args.mismatch_threshold is not None:
+            self._mismatch.check(self.args.mismatch_threshold)
         self._close(divide_by)
-        metrics = describe(self._options, found, divide_by)
-        self._done = StepReport(step, units, totals, metrics)
+        metrics = describe(self._options, found, divide_by) | self._mismatch.metrics()
+        self._done = StepReport(step, units, totals, metrics, self._mismatch)
         return torch.tensor(metrics["loss"], device=self.args.device)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self._resumed_from = None if checkpoint is None else Path(checkpoint)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         found = super()._get_grad_norm(model, grad_norm=grad_norm)
@@ -221,7 +237,9 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        if self.args.sync_ref_model and self.args.should_save and isinstance(self._reference, FrozenCopy):
+        if self.args.sync_ref_model and self.args.should_save:
+            self._prepare()
+            assert isinstance(self._reference, FrozenCopy)
             self._reference.save(folder)
         self.ranks.wait()  # each rank writes the state of its random numbers
         if self.ranks.leads:
@@ -231,16 +249,27 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
 
     def _accumulate(self, unit: Unit | None, totals: Totals) -> LossSums:
         """Add a unit's summed gradient, and count it; return what was found of its loss."""
-        if self._executor is None:
-            self._executor = self._make_executor(self.model)
-            self._reference = self._make_reference(self._executor)
-        return accumulate(unit, totals, self._options, self._executor, self._reference, device=self.args.device)
+        self._prepare()
+        assert self._executor is not None
+        return accumulate(
+            unit,
+            totals,
+            self._mismatch,
+            self._options,
+            self._executor,
+            self._reference,
+            version=self._in_training,
+            device=self.args.device,
+        )
 
     def _together(self, totals: Totals, found: LossSums) -> tuple[Totals, LossSums]:
         """Put together what the ranks counted and found."""
         counts = self.ranks.add(torch.tensor([totals.runs, totals.rows, totals.targets, totals.calls]))
         runs, rows, targets, calls = counts.tolist()
         both = LossSums(self.ranks.add(found.sums), self.ranks.most(found.maxima))
+        own, self._mismatch = self._mismatch, Mismatch()
+        for one in self.ranks.all(own):
+            self._mismatch.merge(one)
         return Totals(runs=runs, rows=rows, targets=targets, calls=calls), both
 
     def _close(self, divide_by: float) -> None:
@@ -249,21 +278,29 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
             if parameter.grad is not None:
                 parameter.grad.div_(divide_by)
 
+    def _prepare(self) -> None:
+        """Make what runs the model, once the stock loop has put it where it trains."""
+        if self._executor is None:
+            self._executor = self._make_executor(self.model)
+        if self._reference is None and self._options.needs_reference:
+            self._reference = self._make_reference(self._executor)
+
     def _make_executor(self, model: Any) -> Executor:
         if is_sharded(model):
             sum_gradients(model)
             return ShardedExecutor(model, self.args.budget(), self.ranks)
-        return FlatExecutor(model, self.args.budget())
+        return choose(model, self.args.executor, self.args.budget())
 
-    def _make_reference(self, executor: Executor) -> Reference | None:
-        if not self._options.needs_reference:
-            return None
+    def _make_reference(self, executor: Executor) -> Reference:
         if self._reference_model is None:
             return AdapterOff(self.model, executor)
         model = self._reference_model
         if is_sharded(self.model):
-            model = self.accelerator.prepare(model)
-        return FrozenCopy(model.to(self.args.device), self._make_executor)
+            return FrozenCopy(fsdp2_prepare_model(self.accelerator, model), self._make_executor)
+        reference = FrozenCopy(model.to(self.args.device), self._make_executor)
+        if self.args.sync_ref_model and self._resumed_from is not None:
+            reference.load(self._resumed_from)
+        return reference
 
     def _report(self) -> None:
         assert self._done is not None
@@ -271,6 +308,10 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
         if not report.skipped:
             report.metrics["grad_norm"] = self._grad_norm
             report.metrics["learning_rate"] = self._learning_rate
+        if self.args.sync_ref_model and report.step % self.args.ref_model_sync_steps == 0:
+            self._prepare()
+            assert isinstance(self._reference, FrozenCopy)
+            self._reference.follow(self.model, self.args.ref_model_mixup_alpha)
         self._on_step(report)
         self._unlogged.append(report.metrics)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gyre_sdk.trainer.attention.executor import Executor, Objective, linearised
 from gyre_sdk.trainer.loss import LossOptions, LossSums, Targets, Totals, loss, loss_sum
+from gyre_sdk.trainer.mismatch import Mismatch
 from gyre_sdk.trainer.reference import Reference
 from gyre_sdk.trainer.units import Unit
 
@@ -20,6 +21,7 @@ from gyre_sdk.trainer.units import Unit
 def accumulate(
     unit: Unit | None,
     totals: Totals,
+    mismatch: Mismatch,
     options: LossOptions,
     executor: Executor,
     reference: Reference | None,
@@ -31,6 +33,7 @@ def accumulate(
 
     Args:
         unit: None takes part in the passes of other ranks, where an executor needs that.
+        mismatch: takes the log-probs in.
         reference: of the KL term, if the loss has one.
         version: number that the policy in training has or would get; None takes the newest among the rows.
     """
@@ -52,6 +55,7 @@ def accumulate(
     if first is not None and not options.separable:
         _, objective = linearised(lambda logp_K, entropy_K: loss_sum(options, targets, logp_K, entropy_K), first)
     scores = executor.forward_backward(rows, objective)
+    mismatch.add(rows, scores.logp_K)
     found = LossSums()
     found.add(loss(options, targets, scores.logp_K, scores.entropy_K))
     return found
