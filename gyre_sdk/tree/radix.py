@@ -22,6 +22,8 @@ Routes: TypeAlias = NDArray[np.unsignedinteger]
 Symbol: TypeAlias = int | tuple[int, bytes]
 _STRIDE = 1 << 18
 """Bytes compared at a time, which stay in the second-level cache."""
+_SHORT = 4096
+"""Tokens up to which two copies and one comparison of bytes cost less than a comparison of arrays."""
 
 
 class Block:
@@ -235,11 +237,13 @@ def _reroutes(symbol: Symbol, above: Node) -> bool:
     return all(isinstance(other, tuple) and other[1] != symbol[1] for other in above.children)
 
 
-def _same(a: NDArray[np.integer], b: NDArray[np.integer]) -> int:
+def _same(a: Ids, b: Ids) -> int:
     """Return the length of the common prefix of two arrays of equal length."""
-    size, stride = len(a), _STRIDE // 4
-    for start in range(0, size, stride):
-        differs = a[start : start + stride] != b[start : start + stride]
+    size = len(a)
+    if size <= _SHORT and a.tobytes() == b.tobytes():
+        return size
+    for start in range(0, size, _STRIDE // 4):
+        differs = a[start : start + _STRIDE // 4] != b[start : start + _STRIDE // 4]
         first = int(differs.argmax())
         if differs[first]:
             return start + first

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gyre_sdk.errors import TreeError
-from gyre_sdk.records import CallId, CallRecord, CallStatus, ForkReason
+from gyre_sdk.records import CallId, CallRecord, CallStatus, ForkReason, VersionSpan
 from gyre_sdk.tree.calls import SampledCall, Untrained
 from gyre_sdk.tree.families import Families, Placed, families, find_parent, goes_through, last_of_prompt
-from gyre_sdk.tree.radix import Ids, Radix, Routes
+from gyre_sdk.tree.radix import Ids, Node, Radix, Routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +161,29 @@ class RunTree:
         """Return all calls, ordered by id."""
         return sorted(self._calls)
 
+    def inserted(self) -> list[CallId]:
+        """Return all calls in the order they were inserted."""
+        return list(self._calls)
+
+    def roots(self) -> list[Node]:
+        """Return the empty nodes that all paths start from: one for calls without routes, one for each width of routes."""
+        return [radix.root for _, radix in sorted(self._radixes.items())]
+
     def role(self, call: CallId) -> str:
         """Return the role of a call."""
         return self._placed(call).role
+
+    def lane(self, call: CallId) -> str:
+        """Return the lane of a call."""
+        return self._placed(call).lane
+
+    def status(self, call: CallId) -> CallStatus:
+        """Return the state of a call."""
+        return self._placed(call).status
+
+    def prompt_tokens(self, call: CallId) -> int:
+        """Return how many ids a call's prompt has: the path position of its first sampled token."""
+        return self._placed(call).prompt_len
 
     def sampled_tokens(self, call: CallId) -> int:
         """Return how many tokens a call sampled."""
@@ -172,6 +192,10 @@ class RunTree:
     def logprobs(self, call: CallId) -> NDArray[np.float64]:
         """Return the behaviour log-prob (nats) per sampled token; NaN where the engine gave none."""
         return self._placed(call).logprobs.astype(np.float64)
+
+    def version_spans(self, call: CallId) -> tuple[VersionSpan, ...]:
+        """Return the policy versions of a call's sampled tokens, as recorded."""
+        return self._placed(call).versions
 
     def versions(self, call: CallId) -> NDArray[np.int32]:
         """Return the policy version per sampled token; -1 where unknown."""
