@@ -13,6 +13,7 @@ from pathlib import Path
 
 import docker
 from docker.errors import DockerException
+from docker.transport import UnixHTTPAdapter
 
 from gyre_sdk.errors import WorkspaceError
 from gyre_sdk.harness.workspace import reaper
@@ -47,11 +48,20 @@ def connect(url: str | None = None) -> docker.DockerClient:
     url = engine_url(url)
     try:
         client = docker.DockerClient(base_url=url, max_pool_size=POOL_SIZE, timeout=API_TIMEOUT)
+        if url.startswith("unix://"):
+            client.api.mount("http+docker://", _OnePool(f"http+{url}", API_TIMEOUT, max_pool_size=POOL_SIZE))
         client.ping()
     except DockerException as error:
         raise WorkspaceError(NO_ENGINE.format(url=url, why=str(error)[:200])) from error
     reaper.remember(url)
     return client
+
+
+class _OnePool(UnixHTTPAdapter):  # type: ignore[misc]
+    """Connections to the engine that all requests share: docker-py's own adapter makes new ones for every address."""
+
+    def get_connection(self, url: str, proxies: object = None) -> object:
+        return super().get_connection("http+docker://localhost", proxies)
 
 
 def shared_client(url: str | None = None) -> docker.DockerClient:
