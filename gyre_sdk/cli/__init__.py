@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import typer
 
-from gyre_sdk.cli import fsck, machine, replay, run, score, store, task, watch
+from gyre_sdk.cli import fsck, machine, replay, run, samples, score, store, task, tree, watch
 from gyre_sdk.errors import GyreError
 
 __all__ = ["app", "main"]
@@ -28,7 +28,9 @@ app = typer.Typer(
 app.command("run")(run.run)
 app.command("runs")(store.runs)
 app.command("calls")(store.calls)
-app.command("samples")(store.samples)
+app.command("tree")(tree.tree)
+app.command("samples")(samples.samples)
+app.command("export")(samples.export)
 app.command("rescore")(score.rescore)
 app.command("fsck")(fsck.fsck)
 app.command("replay")(replay.replay)
