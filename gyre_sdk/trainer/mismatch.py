@@ -159,9 +159,11 @@ class Mismatch:
         role_K = np.array([roles.index(role) for _, _, role in calls])[call_K]
         finite_K = np.isfinite(trainer_K) & np.isfinite(behaviour_K)
         self.not_finite += int((~finite_K).sum())
-        for role, version in np.unique(np.stack([role_K, version_K])[:, finite_K], axis=1).T.tolist():
-            own_K = finite_K & (role_K == role) & (version_K == version)
-            self.cells.setdefault((roles[role], version), Figures()).add(trainer_K[own_K], behaviour_K[own_K])
+        for role, name in enumerate(roles):
+            role_here_K = finite_K & (role_K == role)
+            for version in np.unique(version_K[role_here_K]).tolist():
+                own_K = role_here_K & (version_K == version)
+                self.cells.setdefault((name, version), Figures()).add(trainer_K[own_K], behaviour_K[own_K])
         size_K = np.abs(trainer_K - behaviour_K, where=finite_K, out=np.zeros_like(trainer_K))
         tokens = np.bincount(call_K, finite_K, minlength=len(calls))
         means = np.bincount(call_K, size_K, minlength=len(calls)) / np.maximum(tokens, 1)
