@@ -1,6 +1,8 @@
 # gyre: `make demo` trains an agent end to end, `make test` passes the suite. Both set up what they need.
 PYTHON ?= python3
 WORKERS ?= 2
+# Real engines, signals and kills on a busy machine: a test that fails is tried once more, and named as RERUN at the end.
+RERUNS ?= 1
 BIN := .venv/bin
 PIP := -qq --disable-pip-version-check
 SYSTEM_PACKAGES := docker.io busybox-static bubblewrap nodejs npm
@@ -48,7 +50,7 @@ check: .venv/ready
 	$(BIN)/python tests/check_modules.py
 
 test: setup vllm
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --reruns $(RERUNS) -r fER $(PYTEST_ARGS)
 
 vllm: .venv-vllm/ready
 

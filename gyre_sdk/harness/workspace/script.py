@@ -74,7 +74,7 @@ others() {
 }
 kill_others() {
   k=0
-  while [ $k -lt 40 ]; do
+  while [ $k -lt 150 ]; do
     if [ "$HOW" = user ]; then kill -9 -1; else others; [ -z "$left" ] || kill -9 $left; fi 2>/dev/null
     others
     [ -z "$left" ] && return 0

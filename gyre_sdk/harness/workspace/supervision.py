@@ -96,7 +96,7 @@ class Supervision:
         if only is None or len(self._supervisors) > 1 or not (only.alive and only.guarded):
             return False
         try:
-            if only.ask("L=; kill_others", timeout=5.0)[0] != 0:
+            if only.ask("L=; kill_others", timeout=15.0)[0] != 0:
                 return False
             self._equip(only)
             return True
@@ -132,7 +132,7 @@ class Supervision:
     def _kill_everything(self, supervisor: Supervisor, user: str) -> Supervisor:
         """The last resort at a timeout: every process of the user dies."""
         try:
-            supervisor.ask("kill_others", timeout=5.0)
+            supervisor.ask("kill_others", timeout=15.0)
         except SupervisorLost as lost:
             return self._restart(user, supervisor, str(lost))
         return supervisor
