@@ -14,7 +14,7 @@ class Budget:
 
     tokens: int = 8192
     """Tokens of a forward pass, padding included, where several rows or segments are packed into one."""
-    logits: int = 1 << 24
+    logits: int = 1 << 25
     """Logits (targets x vocabulary) that exist at once."""
     segment: int = 2048
     """Tokens whose activations `dfs` holds at once; longer segments are cut."""
@@ -24,11 +24,7 @@ class Budget:
     """Mixed precision: dtype of matrix products over weights of another dtype; None runs the weights' own."""
 
     def precision(self, device: torch.device) -> AbstractContextManager[object]:
-        """Return the scope of a forward pass.
-
-        Cast weights are not cached: one that was cast without gradient would be reused, without one, where a gradient
-        is wanted.
-        """
+        """Return the scope of a forward pass. A scope is either all with or all without gradient: it keeps cast weights."""
         if self.autocast is None:
             return nullcontext()
-        return torch.autocast(device.type, dtype=self.autocast, cache_enabled=False)
+        return torch.autocast(device.type, dtype=self.autocast)

@@ -80,7 +80,7 @@ def compare(executor: Executor, reference: Executor, model: nn.Module, rows: Seq
         found = executor.forward_backward(rows, objective)
         slopes = [_slope(parameter) for parameter in parameters[::every]]
         without = executor.forward(rows)
-    logp = max(_apart(found, wanted), _apart(without, wanted))
+    logp = _largest(_apart(found, wanted), _apart(without, wanted))
     return Difference(logp, _relative(slopes, wanted_slopes))
 
 
@@ -234,7 +234,12 @@ def _slope(parameter: nn.Parameter) -> Tensor | None:
 def _apart(found: Scores, wanted: Scores) -> float:
     """Root mean square of the differences of two scores."""
     pairs = ((found.logp_K, wanted.logp_K), (found.entropy_K, wanted.entropy_K))
-    return max(float((ours.double() - theirs.double()).square().mean().sqrt()) for ours, theirs in pairs)
+    return _largest(*(float((ours.double() - theirs.double()).square().mean().sqrt()) for ours, theirs in pairs))
+
+
+def _largest(*numbers: float) -> float:
+    """Return the largest number; NaN where there is one, which Python's `max` may pass over."""
+    return float(np.max(numbers))
 
 
 def _relative(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> float:

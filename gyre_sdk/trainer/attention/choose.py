@@ -29,7 +29,7 @@ from gyre_sdk.trainer.units import Row
 _log = logging.getLogger("gyre.trainer")
 
 Wanted = Literal["auto", "flat", "gather", "dfs"]
-_SEGMENT_COST = 24
+_SEGMENT_COST = 8
 """Tokens that could be computed in the time that a segment costs beside its tokens: calls, merging of results."""
 _RECOMPUTED = 1.33
 """What `dfs` pays for a token above a branch: a second forward pass beside a forward and a backward one."""

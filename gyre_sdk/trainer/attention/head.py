@@ -52,8 +52,11 @@ class Head:
             label_K: token id of each target.
             temperature_K: divides the logits of each target; None for 1 everywhere.
         """
-        with torch.no_grad():
-            parts = [self._score(hidden_KD[part], label_K[part], temperature_K, part) for part in self._parts(label_K)]
+        with torch.no_grad(), self._budget.precision(hidden_KD.device):
+            parts = [
+                self._score(self._project(hidden_KD[part]), label_K[part], temperature_K, part)
+                for part in self._parts(label_K)
+            ]
         return _joined(parts, hidden_KD)
 
     def gradients(
@@ -72,29 +75,25 @@ class Head:
         """
         gradient_KD = torch.empty_like(hidden_KD)
         parts: list[tuple[Tensor, Tensor]] = []
-        for part in self._parts(label_K):
-            hidden_CD = hidden_KD[part].detach().requires_grad_()
-            with torch.enable_grad():
-                logp_C, entropy_C = self._score(hidden_CD, label_K[part], temperature_K, part)
-                loss = objective(logp_C, entropy_C, index_K[part])
-            if loss.requires_grad:
-                loss.backward()
-            if hidden_CD.grad is None:
-                gradient_KD[part] = 0
-            else:
-                gradient_KD[part] = hidden_CD.grad
-            parts.append((logp_C.detach(), entropy_C.detach()))
+        with torch.enable_grad(), self._budget.precision(hidden_KD.device):
+            for part in self._parts(label_K):
+                hidden_CD = hidden_KD[part].detach().requires_grad_()
+                logits_CV = self._project(hidden_CD)
+                with torch.autocast(hidden_KD.device.type, enabled=False):
+                    logp_C, entropy_C = self._score(logits_CV, label_K[part], temperature_K, part)
+                    loss = objective(logp_C, entropy_C, index_K[part])
+                    if loss.requires_grad:
+                        loss.backward()
+                gradient_KD[part] = 0 if hidden_CD.grad is None else hidden_CD.grad
+                parts.append((logp_C.detach(), entropy_C.detach()))
         logp_K, entropy_K = _joined(parts, hidden_KD)
         return logp_K, entropy_K, gradient_KD
 
     def _parts(self, label_K: Tensor) -> list[slice]:
         return [slice(start, start + self._at_once) for start in range(0, len(label_K), self._at_once)]
 
-    def _score(
-        self, hidden_CD: Tensor, label_C: Tensor, temperature_K: Tensor | None, part: slice
-    ) -> tuple[Tensor, Tensor]:
-        with self._budget.precision(hidden_CD.device):
-            logits_CV = self._project(hidden_CD)
+    @staticmethod
+    def _score(logits_CV: Tensor, label_C: Tensor, temperature_K: Tensor | None, part: slice) -> tuple[Tensor, Tensor]:
         return score(logits_CV, label_C, None if temperature_K is None else temperature_K[part])
 
 
