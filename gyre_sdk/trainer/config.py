@@ -115,7 +115,8 @@ class RoleConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a role of calls counts."""
 
     weight: Annotated[float, msgspec.Meta(ge=0)] = 1.0
-    """Factor on the loss weight of the role's tokens inside their run; 0 leaves them as context."""
+    """Factor on the loss weight of the role's tokens inside their run, in `loss_type = 'run'`; 0 leaves them as context in
+    any loss."""
     j_max: NotNegative | None = None
     """Trajectories of this role selected from a run at most; None: only `train.j_max` bounds them."""
 
@@ -231,6 +232,12 @@ class TrainConfig(msgspec.Struct, frozen=True):
             _check_reference(self.selection, f"selection (one of {', '.join(SELECTIONS)}, or your own)")
         if self.sync_ref_model and not self.beta:
             raise ValueError("sync_ref_model = true needs beta above 0: without it there is no reference policy")
+        weighted = sorted(name for name, role in self.roles.items() if role.weight not in (0.0, 1.0))
+        if weighted and self.loss_type not in ("run", "run_mean"):
+            raise ValueError(
+                f"roles.{weighted[0]}.weight = {self.roles[weighted[0]].weight:g} has no effect on loss_type ="
+                f" {self.loss_type!r}, where all tokens count alike: set loss_type = 'run', or a weight of 0 or 1"
+            )
 
 
 class EngineConfig(msgspec.Struct, frozen=True):

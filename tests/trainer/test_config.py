@@ -57,6 +57,7 @@ def test_overrides_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("train.sync_ref_model=true", ["sync_ref_model = true needs beta above 0"]),
         ("train.roles.main.weigth=2", ["weigth"]),
         ("train.roles.main.weight=-1", ["train.roles", ">= 0"]),
+        ('train={loss_type="dapo", roles={main={weight=2}}}', ["roles.main.weight = 2 has no effect", "'run'"]),
         ("rollout.runs_per_group=1", ["rollout.runs_per_group = 1", ">= 2"]),
         ("agent.function=nothing", ["function = 'nothing' is not module:function"]),
         ("tasks.folder=x", ["exactly one of loader and folder"]),
