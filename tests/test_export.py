@@ -126,6 +126,13 @@ def test_preferences_have_the_same_prompt(store: Path, tmp_path: Path) -> None:
     assert none == [] and report.left_out["pair_below_min_reward"] == 1
 
 
+def test_the_guide_lists_every_column() -> None:
+    guide = (Path(__file__).parents[1] / "docs" / "guide.md").read_text()
+    for form, columns in TABLES.items():
+        table = "\n".join(f"| `{column.name}` | {column.kind} | {column.meaning} |" for column in columns)
+        assert table in guide, form
+
+
 def test_the_longest_common_prompt_is_taken(tmp_path: Path) -> None:
     """Two runs that answered the first message alike differ at the second: that is where they are compared."""
     with Journal(tmp_path / "gyre.db") as journal:
