@@ -71,15 +71,18 @@ def train_grpo(stack: Stack, steps: int) -> None:
         rollout.close()
 
 
-def train_async(stack: Stack, steps: int) -> None:
-    """Train with `AsyncGRPOTrainer`: runs go on while it trains. All selected trajectories of a run."""
+def train_async(stack: Stack, steps: int, budget: int) -> None:
+    """Train with `AsyncGRPOTrainer`: runs go on while it trains. All selected trajectories of a run.
+
+    A step is as many samples as fit into `budget` tokens, those that samples share counted once.
+    """
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
     config, gyre = stack.config, AsyncRollouts(stack)
     trainer = AsyncGRPOTrainer(
         model=str(config.policy.model),
         args=AsyncGRPOConfig(
-            per_device_train_batch_size=1, token_budget=2048, max_staleness=3, **settings(config, steps)
+            per_device_train_batch_size=1, token_budget=budget, max_staleness=3, **settings(config, steps)
         ),
         train_dataset=gyre.dataset(),
         rollout_worker=gyre,
@@ -95,6 +98,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, required=True, help="where everything goes")
     parser.add_argument("--policy", type=Path, help="model folder; else the demo's warm start is made, in a minute")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--budget", type=int, default=2048, help="tokens of a step of the asynchronous trainer")
     parser.add_argument("--tasks", type=int, default=100, help="held-out tasks of an evaluation")
     parser.add_argument("--workspace", choices=["docker", "local"], default="local")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of quickstart.toml")
@@ -124,7 +128,10 @@ def main() -> None:
     began = time.monotonic()
     with LiveView(plain=True) as view, Stack(config, view, base=QUICKSTART) as stack:
         before = evaluate(config, held_out, name="before", temperature=1.0, stack=stack)
-        (train_grpo if arguments.trainer == "grpo" else train_async)(stack, arguments.steps)
+        if arguments.trainer == "grpo":
+            train_grpo(stack, arguments.steps)
+        else:
+            train_async(stack, arguments.steps, arguments.budget)
         after = evaluate(config, held_out, name="after", temperature=1.0, stack=stack)
     found = {"trainer": arguments.trainer, "steps": arguments.steps, "before": before.reward, "after": after.reward}
     print(json.dumps({**found, "minutes": round((time.monotonic() - began) / 60, 2)}))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from gyre_sdk.journal import Journal
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
@@ -77,3 +80,20 @@ def test_tree_selection_and_gradient(finished_demo: tuple[object, dict[str, obje
     assert "main-summary" in weighed and "advantage" in weighed
     gradient = run("04_one_gradient.py", store, str(demo_policy))
     assert float(gradient.rsplit("gradient norm ", 1)[1]) > 0
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("trainer", ["grpo", "async"])
+def test_trls_trainers(tmp_path: Path, demo_policy: Path, trainer: str) -> None:
+    """A step or two of TRL's own trainers on the demo's tasks, in local workspaces."""
+    small = ["rollout.groups_per_step=2", "rollout.runs_per_group=4", "rollout.concurrency=8"]
+    given = ["--policy", str(demo_policy), "--dir", str(tmp_path), "--steps", "1" if trainer == "grpo" else "2"]
+    given += ["--tasks", "2", "--budget", "512", *(part for pair in small for part in ("--set", pair))]
+    found = json.loads(run("07_trl_trainers.py", "--trainer", trainer, *given).splitlines()[-1])
+    assert found["trainer"] == trainer and 0 <= found["before"] <= 1 and 0 <= found["after"] <= 1
+    with Journal(tmp_path / "store.db", "r") as journal:
+        trained = [record for record in journal.runs() if record.group is not None]
+        versions = {span.version for call in journal.calls() for span in call.versions}
+    assert len(trained) >= 8 and all((record.group or "").startswith("trl-") for record in trained)
+    assert {record.metadata["split"] for record in trained} == {"train"}
+    assert max(versions) >= 2, "the evaluation after it was served by trained weights"
