@@ -36,8 +36,8 @@ _MOST_ELEMENTS = 1 << 27
 class Tolerance:
     """How far an executor may be from `flat`: rounding, and nothing else.
 
-    Sharing changes the order in which sums are taken. Measured on random and trained models, this is a tenth of these
-    numbers or less; the smallest of the known mistakes is ten times as large in float32 and twice in bfloat16.
+    Sharing changes the order in which sums are taken. Over two dozen families of random models that costs at most 5e-7
+    of the gradient in float32 and 1.3e-2 in bfloat16; the least visible of the known mistakes costs 4e-2 and 0.18.
     """
 
     logp: float

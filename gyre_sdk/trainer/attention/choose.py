@@ -100,22 +100,22 @@ class Costs:
 
 
 def costs(rows: Sequence[Row], budget: Budget) -> Costs:
-    """Count what the executors would compute."""
+    """Count what the executors would compute. Only `dfs` cuts a path that is longer than a pass may be."""
     lengths = [int(row.targets[-1]) for row in rows if len(row.targets)]
-    flat = sum(len(order) * lengths[int(order[-1])] for order in plan(lengths, budget.tokens))
-    forests = [plant(rows, part) for part in groups(rows, budget.tokens)]
-    gather = sum(forest.unique + _SEGMENT_COST * len(forest.start_S) for forest in forests)
     whole = plant(rows)
     above = np.isin(np.arange(len(whole.start_S)), whole.parent_S)
     twice = int((whole.stop_S - whole.start_S)[above].sum())
     dfs = whole.unique + (_RECOMPUTED - 1) * twice + _SEGMENT_COST * len(whole.start_S)
+    if max(lengths, default=0) > budget.tokens:
+        return Costs(float("inf"), float("inf"), dfs)
+    flat = sum(len(order) * lengths[int(order[-1])] for order in plan(lengths, budget.tokens))
+    forests = [whole] if whole.unique <= budget.tokens else [plant(rows, part) for part in groups(rows, budget.tokens)]
+    gather = sum(forest.unique + _SEGMENT_COST * len(forest.start_S) for forest in forests)
     return Costs(flat, gather, dfs)
 
 
 def fastest(rows: Sequence[Row], budget: Budget) -> str:
     """Return the name of the executor with least to compute; a tie goes to the simpler one."""
-    if len(rows) == 1:
-        return "flat" if len(rows[0].ids) <= budget.tokens else "dfs"
     found = costs(rows, budget)
     return min(("flat", "gather", "dfs"), key=lambda name: getattr(found, name))
 

@@ -24,7 +24,9 @@ from gyre_sdk.trainer.attention.policy import supports
 
 _NAME = "gyre_recording"
 _TOKENS = 6
-_COMMON = {"dropout", "is_causal", "scaling", "softcap", "position_ids", "cache_position", "use_cache"}
+_COMMON = {
+    "dropout", "is_causal", "scaling", "softcap", "position_ids", "cache_position", "use_cache", "output_router_logits",
+}  # fmt: skip
 """Arguments of attention that are known to every executor or mean nothing to it."""
 
 
