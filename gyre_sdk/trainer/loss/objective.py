@@ -14,6 +14,11 @@ from gyre_sdk.trainer.loss.metrics import TokenLoss, observe
 from gyre_sdk.trainer.loss.options import Inner, LossOptions, Surrogate
 from gyre_sdk.trainer.loss.targets import Targets
 
+_ALONE = frozenset(
+    {"behaviour_K", "advantage_K", "weight_K", "row_share_K", "staleness_K", "reference_K", "proximal_K"}
+)
+"""What the loss of a target can depend on where it depends on no other target."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
@@ -50,7 +55,7 @@ def loss_sum(
     Raises:
         TrainerError: parts of a loss that is not separable, or something is missing that the options need.
     """
-    return _terms(options, targets, logp_K, entropy_K, index_K).loss_K.sum()
+    return _terms(options, targets, logp_K, entropy_K, index_K, _ALONE).loss_K.sum()
 
 
 def loss(
@@ -62,14 +67,21 @@ def loss(
     return TokenLoss(total, *observe(_parts(options, terms, entropy_K), terms.targets.staleness_K))
 
 
-def _terms(options: LossOptions, targets: Targets, logp_K: Tensor, entropy_K: Tensor, index_K: Tensor | None) -> _Terms:
+def _terms(
+    options: LossOptions,
+    targets: Targets,
+    logp_K: Tensor,
+    entropy_K: Tensor,
+    index_K: Tensor | None,
+    only: frozenset[str] = frozenset(),
+) -> _Terms:
     if index_K is not None:
         if not options.separable:
             raise TrainerError(
                 f"{options.loss_type} with these options couples targets, and got some of a unit's; run a first forward"
                 " pass and use linearised()"
             )
-        targets = targets.take(index_K)
+        targets = targets.take(index_K, only)
     targets = targets.like(logp_K)
     advantage_K = targets.advantage_K
     if options.negative_advantage_scale != 1.0:

@@ -5,8 +5,8 @@ Shapes: K targets in row order (those of the first row, then those of the second
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -111,15 +111,27 @@ class Targets:
             case Counted.TARGETS:
                 return torch.ones_like(self.weight_K)
 
-    def take(self, index_C: Tensor) -> Targets:
-        """Return some of them."""
+    def take(self, index_C: Tensor, only: Collection[str] = ()) -> Targets:
+        """Return some of them.
+
+        Args:
+            index_C: their places.
+            only: fields that are wanted; the others are left empty. None given: all.
+        """
         index_C = index_C.to(self.weight_K.device)
-        return self._each(lambda values: values[index_C])
+        none = self.call_K[:0]
+        return self._each(lambda name, values: values[index_C] if not only or name in only else none)
 
     def like(self, values_K: Tensor) -> Targets:
         """Return them on a tensor's device, floating-point numbers in its type."""
-        return self._each(lambda own: own.to(values_K.device, values_K.dtype if own.is_floating_point() else own.dtype))
+        device, dtype = values_K.device, values_K.dtype
+        if self.weight_K.dtype == dtype and self.weight_K.device == device:
+            return self
+        return self._each(lambda _, own: own.to(device, dtype if own.is_floating_point() else own.dtype))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Targets:
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: change(own) for name, own in tensors.items() if isinstance(own, Tensor)})
+    def _each(self, change: Callable[[str, Tensor], Tensor]) -> Targets:
+        changed = {name: change(name, own) for name in _TENSORS if (own := getattr(self, name)) is not None}
+        return Targets(calls=self.calls, **changed)
+
+
+_TENSORS = tuple(field.name for field in fields(Targets) if field.name != "calls")
