@@ -65,7 +65,7 @@ class AsyncRollouts:
         self.rollout_buffer = queue.Queue(_QUEUED_SAMPLES)
         self.metrics_queue = queue.Queue(_QUEUED_METRICS)
         self._stack = stack
-        self._groups = Groups(stack, sealer or make_sealer(stack.config.train))
+        self._groups = Groups(stack, sealer or make_sealer(stack.config.train, stack.base))
         self._weighing = Weighing(weighing)
         self._temperature = temperature
         rollout = stack.config.rollout

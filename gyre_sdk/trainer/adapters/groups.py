@@ -90,7 +90,7 @@ class Groups:
     def _close(self, task: Task, group: str, sampled: int, done: Callable[[ClosedGroup], None]) -> None:
         try:
             runs = usable_runs(self._stack.journal.runs(group=group))
-            sealed = self._sealer.seal(self._stack.journal, group, [run.run for run in runs])
+            sealed = self._sealer.seal(self._stack.journal, group, [run.run for run in runs], lag=self._lag)
             credit = sealed.credit
             self._stack.observer(
                 events.GroupClosed(
@@ -106,3 +106,11 @@ class Groups:
         except Exception as error:  # boundary: top of a group's end; `check` raises it in the trainer's thread
             _log.exception("group %s", group)
             self._failure = error
+
+    def _lag(self, version: int) -> int:
+        """Return how many optimizer steps lie between a version and the one that is served."""
+        taken = self._stack.ledger.state.versions
+        now, then = (
+            taken[number][1] if number in taken else 0 for number in (self._stack.publisher.current.version, version)
+        )
+        return now - then

@@ -24,7 +24,6 @@ from gyre_sdk.trainer.adapters.groups import WRONG_TEMPERATURE, ClosedGroup, Gro
 from gyre_sdk.trainer.stack import Stack
 from gyre_sdk.trainer.training import make_sealer
 from gyre_sdk.trainer.units import Row, Sealer
-from gyre_sdk.trainer.weights import full_weights
 
 _LOOK = 1.0
 _STOP_SECONDS = 5.0
@@ -41,7 +40,7 @@ class RolloutFunc:
     def __init__(self, stack: Stack, sealer: Sealer | None = None) -> None:
         self._stack = stack
         self._tasks = {task.name: task for task in stack.tasks}
-        self._groups = Groups(stack, replace(sealer or make_sealer(stack.config.train), j_max=1))
+        self._groups = Groups(stack, replace(sealer or make_sealer(stack.config.train, stack.base), j_max=1))
         self._published: int | None = None
         self._logged: dict[str, float] = {}
         self.untrained: Counter[str] = Counter()
@@ -107,7 +106,7 @@ class RolloutFunc:
         """
         step = int(trainer.state.global_step)
         if step != self._published:
-            self._stack.publisher.publish(full_weights(trainer.accelerator.unwrap_model(trainer.model)), step)
+            self._stack.publisher.publish(trainer.accelerator.unwrap_model(trainer.model), step)
             self._published = step
 
     def _run(self, prompts: Sequence[str], size: int, split: str) -> list[tuple[ClosedGroup, int]]:
