@@ -39,6 +39,7 @@ from gyre_sdk.credit import (
     scored,
     seed_of,
 )
+from gyre_sdk.errors import SettingsError
 from gyre_sdk.journal.reader import Reader
 from gyre_sdk.records import CallId, CallRecord, RunRecord, Sampling
 from gyre_sdk.select import J_MAX, ROLES, RULES, Role, Rule, Selected, ordered_roles, select
@@ -235,7 +236,9 @@ class Sealer:
             uncredited: make rows of calls without an advantage too, with NaN in its place; they are never trained.
         """
         if self.max_staleness is not None and lag is None:
-            raise ValueError("max_staleness needs to know how far versions lag behind: give `lag`")
+            raise SettingsError(
+                f"max_staleness is {self.max_staleness}, and nobody told how far versions lag behind: seal with `lag`"
+            )
         filters = Filters(
             self.mask_truncated, self.max_staleness, frozenset(role.name for role in self.roles if not role.weight)
         )

@@ -13,7 +13,7 @@ from export_kit import make_store
 from training_kit import make_model
 
 from gyre_sdk.credit import Baseline
-from gyre_sdk.export import export, materialise
+from gyre_sdk.export import export, materialise, writing
 from gyre_sdk.export.columns import TABLES
 from gyre_sdk.export.tables import Wanted
 from gyre_sdk.journal import Journal
@@ -102,6 +102,20 @@ def test_the_parquet_table_loads_with_its_schema(store: Path, tmp_path: Path) ->
     metadata = pyarrow.parquet.read_schema(tmp_path / "parquet.parquet").metadata[b"gyre"]
     assert json.loads(metadata)["rule"] == "longest" and json.loads(metadata)["seed"] == 3
     assert loaded(store, tmp_path, "parquet", "jsonl").to_list()[0]["ids"] == rows[0].ids.tolist()
+
+
+@pytest.mark.parametrize("limit", ["_BATCH_LINES", "_BATCH_NUMBERS"])
+def test_large_tables_are_written_in_parts(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    import pyarrow.parquet
+
+    monkeypatch.setattr(writing, limit, 2)
+    with Journal(store, "r") as journal:
+        report = export(journal, SEALER, "parquet", tmp_path / "out.parquet", Wanted(untrained=True))
+    file = pyarrow.parquet.ParquetFile(tmp_path / "out.parquet")
+    assert file.metadata.num_row_groups == (3 if limit == "_BATCH_LINES" else 6)
+    assert file.read(["run"])["run"].to_pylist() == ["a", "b", "c", "u", "f0", "f1"] and report.lines == 6
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])

@@ -14,9 +14,11 @@ import torch
 from units_kit import call, flat_run, run_record, seal, two_runs
 
 from gyre_sdk.credit import Baseline
-from gyre_sdk.records import CallStatus, RunStatus, Sampling
+from gyre_sdk.records import ROLE_ORDER, CallStatus, RunStatus, Sampling
+from gyre_sdk.trainer.config import RoleConfig, TrainConfig
 from gyre_sdk.trainer.loss import LossOptions, Targets, Totals, denominator
 from gyre_sdk.trainer.loss import loss as summed_loss
+from gyre_sdk.trainer.training import make_sealer
 from gyre_sdk.trainer.units import Row, SealedGroup, digest, reproducible
 
 CASES = Path(__file__).parents[3] / "shared" / "cases" / "loss"
@@ -202,6 +204,23 @@ def test_a_row_fills_in_what_is_left_out() -> None:
     row = Row("r", "leaf", "main", ids, np.array([1, 3], np.int32), **numbers, advantage=-0.5)
     assert (row.call_ids, row.call_roles, row.calls.tolist()) == (("leaf",), ("main",), [0, 0])
     assert row.advantages.tolist() == [-0.5, -0.5] and row.temperatures.tolist() == [1.0, 1.0]
+
+
+def test_a_config_says_how_units_are_made() -> None:
+    roles = {"main": RoleConfig(2.0), "side": RoleConfig(0.0, 1)}
+    config = TrainConfig(
+        j_max=0, seed=4, scale_rewards="leave_one_out", unit_tokens=99, selection="longest", roles=roles,
+        max_staleness=2, mask_truncated_completions=True, credit_hook="my_code:review",
+    )  # fmt: skip
+    assert make_sealer(config, Path("base")).settings == {
+        "rule": "longest", "j_max": None, "seed": 4, "baseline": "leave_one_out", "credit_hook": "my_code:review",
+        "roles": [{"name": "main", "weight": 2.0, "j_max": None}, {"name": "side", "weight": 0.0, "j_max": 1}],
+        "max_staleness": 2, "mask_truncated": True, "unit_tokens": 99,
+    }  # fmt: skip
+    plain = make_sealer(TrainConfig()).settings
+    assert [role["name"] for role in plain["roles"]] == list(ROLE_ORDER) and plain["rule"] == "paper"
+    baselines = {make_sealer(TrainConfig(scale_rewards=name)).baseline for name in ("group", "population", "none")}
+    assert baselines == {Baseline.SAMPLE_STD, Baseline.POPULATION_STD, Baseline.MEAN}
 
 
 def test_j_max_bounds_the_rows_of_a_run() -> None:

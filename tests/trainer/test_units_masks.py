@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from units_kit import call, run_record, seal
 
+from gyre_sdk.errors import SettingsError
 from gyre_sdk.records import CallRecord, CallStatus, Sampling, VersionSpan
 from gyre_sdk.select import Role
 from gyre_sdk.trainer.units import Row, SealedGroup
@@ -63,7 +64,7 @@ def test_staleness_is_the_oldest_token_of_the_call() -> None:
     for bound, masked in ((4, False), (3, True)):
         group, _ = sealed(turns("a", c0={"versions": spans}), max_staleness=bound, lag=lambda version: 5 - version)
         assert (group.dropped == {"call_stale": 1}) is masked
-    with pytest.raises(ValueError, match="max_staleness needs"):
+    with pytest.raises(SettingsError, match="max_staleness is 1, and nobody told"):
         sealed(turns("a"), max_staleness=1)
 
 
