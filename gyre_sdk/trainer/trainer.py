@@ -55,13 +55,13 @@ class StepReport:
     units: list[str]
     totals: Totals
     metrics: dict[str, float]
-    """Empty for a skipped step. What `on_step` adds is logged with it."""
+    """Empty for a step without units. What `on_step` adds is logged with it."""
     mismatch: Mismatch = field(default_factory=Mismatch)
     """The trainer's log-probs against those recorded at sampling."""
 
     @property
     def skipped(self) -> bool:
-        """True when there was nothing to train: no weight has changed."""
+        """True when there was nothing to train, no unit or only masked targets: no weight has changed."""
         return not self.units
 
 
@@ -194,14 +194,14 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
                 found.add(self._accumulate(dealt.mine, totals))
         totals, found = self._together(totals, found)
         divide_by = denominator(self._options, totals, found.sums)
-        if divide_by == 0:
-            model.zero_grad()  # nothing to train: every gradient is None, and the optimizer passes over all weights
-            self._done = StepReport(step, [], totals, {})
-            return torch.zeros((), device=self.args.device)
         if self.args.mismatch_threshold is not None:
             self._mismatch.check(self.args.mismatch_threshold)
+        metrics = describe(self._options, found, divide_by) | self._mismatch.metrics() if totals.targets else {}
+        if divide_by == 0:
+            model.zero_grad()  # nothing to train: every gradient is None, and the optimizer passes over all weights
+            self._done = StepReport(step, [], totals, metrics, self._mismatch)
+            return torch.zeros((), device=self.args.device)
         self._close(divide_by)
-        metrics = describe(self._options, found, divide_by) | self._mismatch.metrics()
         self._done = StepReport(step, units, totals, metrics, self._mismatch)
         return torch.tensor(metrics["loss"], device=self.args.device)
 

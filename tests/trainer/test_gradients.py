@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_policy import VOCAB, gradient, pure64, random_row, relative, tiny_model, unit_of
 
+from gyre_sdk.errors import MismatchError
 from gyre_sdk.trainer.attention.budget import Budget
 from gyre_sdk.trainer.attention.flat import FlatExecutor
 from gyre_sdk.trainer.loss import SUMS, Totals, denominator
@@ -183,6 +184,22 @@ def test_truncated_importance_sampling_is_a_weighted_policy_gradient(tmp_path: P
     options = make_trainer(model, tmp_path, loss_type=loss_type, max_completion_length=MAX_COMPLETION)._options
     (loss / denominator(options, totals)).backward()
     assert relative(found, gradient(model)) < 1e-5
+
+
+def test_a_step_whose_targets_are_all_masked_changes_nothing_and_says_so(tmp_path: Path) -> None:
+    model = tiny_model()
+    masks_all = {"importance_sampling": "mask", "importance_sampling_cap": 1e-6}
+    trainer = make_trainer(model, tmp_path, **masks_all)
+    trainer._batches = lambda step: [unit_of(some_rows(model))]
+    trainer.training_step(trainer.model, {"step": 0})
+    report = trainer._done
+    assert report is not None and report.skipped
+    assert report.metrics["masked/fraction"] == 1.0 and report.metrics["loss"] == 0.0
+    assert all(parameter.grad is None for parameter in model.parameters())
+    strict = make_trainer(model, tmp_path, mismatch_threshold=0.01, **masks_all)
+    strict._batches = lambda step: [unit_of(some_rows(model))]
+    with pytest.raises(MismatchError, match="differ by"):
+        strict.training_step(strict.model, {"step": 0})
 
 
 def test_negative_advantages_can_be_scaled(tmp_path: Path) -> None:
