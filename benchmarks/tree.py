@@ -4,9 +4,10 @@
 
 Two parts. `growth`: 300 calls that grow to 1M tokens, built and selected from, and the memory that the tree holds. `beside`: all
 systems on one run of about 47M raw tokens. Every system is a process of its own and is measured in every round; figures are
-medians over rounds, ratios are against systems of the same rounds. Each is checked: one that finds another number of different
-tokens is not measured. `--peers` installs `verifiers`, pinned, into an environment of its own under `~/.cache/gyre/bench`;
-`TreeRow` comes with the training extra. Prints one JSON object, and tables on standard error.
+medians over rounds, ratios are against systems of the same rounds, CPU time tells how busy the machine was. Each is checked:
+one that finds another number of different tokens is not measured. `--peers` installs `verifiers`, pinned, into an environment
+of its own under `~/.cache/gyre/bench`; `TreeRow` comes with the training extra. Prints one JSON object, and tables on standard
+error.
 
 Raw tokens are prompt + sampled ids summed over calls. In `chain` every call extends the one before; in `branches` every second
 call is a sub-agent's with an end of its own.
@@ -160,6 +161,7 @@ def _tables(result: dict[str, Any], names: list[str]) -> None:
             seconds = {name: told["seconds"] for name, told in found["systems"].items()}
             ours = seconds.get(OURS, 0.0)
             columns[f"{shape} ms"] = {name: f"{1e3 * value:.1f}" for name, value in seconds.items()}
+            columns[f"{shape} CPU ms"] = {name: f"{1e3 * told['cpu']:.1f}" for name, told in found["systems"].items()}
             columns[f"{shape} x gyre"] = {name: f"{value / ours:.2f}" for name, value in seconds.items() if ours}
             rate = {name: found["raw_tokens"] / value / 1e6 for name, value in seconds.items()}
             columns[f"{shape} Mtok/s"] = {name: f"{value:.1f}" for name, value in rate.items()}

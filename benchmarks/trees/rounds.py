@@ -35,10 +35,10 @@ def serve(prepare: Callable[[History], Work], others: Mapping[str, Callable[[His
         if word == "round":
             gc.collect()
             gc.disable()  # the collector visits what others hold: not the work itself
-            started = time.perf_counter()
+            started, used = time.perf_counter(), time.process_time()
             told = work()
-            seconds = time.perf_counter() - started
+            seconds, cpu = time.perf_counter() - started, time.process_time() - used
             gc.enable()
-            print(json.dumps({"seconds": seconds, **told}), flush=True)
+            print(json.dumps({"seconds": seconds, "cpu": cpu, **told}), flush=True)
         else:
             print(json.dumps((others or {})[word](run)), flush=True)

@@ -22,7 +22,7 @@ Routes: TypeAlias = NDArray[np.unsignedinteger]
 Symbol: TypeAlias = int | tuple[int, bytes]
 _STRIDE = 1 << 18
 """Bytes compared at a time, which stay in the second-level cache."""
-_SHORT = 4096
+_SHORT = 8192
 """Tokens up to which two copies and one comparison of bytes cost less than a comparison of arrays."""
 
 
@@ -150,14 +150,18 @@ class Radix:
             while at < size:
                 first = node
                 if at == node.depth:
-                    child = node.children.get(_symbol(int(ids[at - base]), routes, at))
+                    token = ids.item(at - base)
+                    child = node.children.get(token if routes is None else _symbol(token, routes, at))
                     if child is None:
                         return node, at
                     first = child
                 last = first
-                while last.depth < size and last.next is not None:
-                    last = last.next
-                stop = min(size, last.depth)
+                while (after := last.next) is not None and last.depth < size:
+                    # Where the path may leave, look before comparing what may be another branch.
+                    if len(last.children) > 1 and ids.item(last.depth - base) != after.block.ids.item(after.offset):
+                        break
+                    last = after
+                stop = last.depth if last.depth < size else size
                 offset = first.offset + at - first.start
                 same = _same(ids[at - base : stop - base], first.block.ids[offset : offset + stop - at])
                 if routes is not None and first.block.routes is not None:
