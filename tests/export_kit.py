@@ -66,7 +66,7 @@ class Talk:
         tokens: int = 4,
         sampled: list[int] | None = None,
         hosted: bool = False,
-        **more: Any,
+        version: int = 0,
     ) -> str:
         """Record a call that adds messages and gets an answer; return its id."""
         name = f"{self.run}-c{self.number}"
@@ -90,10 +90,9 @@ class Talk:
         )
         self.at += 1
         self.journal.call_received(intent).result()
-        finish = more.pop("finish_reason", "stop")
-        chunk = TokenChunk(0, ids, [-0.5] * len(ids), [VersionSpan(0, 0, len(ids))] if ids else [])
+        chunk = TokenChunk(0, ids, [-0.5] * len(ids), [VersionSpan(version, 0, len(ids))] if ids else [])
         ended = self.journal.call_ended(
-            CallId(name), CallStatus.COMPLETE, at=self.at, sampled=chunk, finish_reason=finish, answer=answer
+            CallId(name), CallStatus.COMPLETE, at=self.at, sampled=chunk, finish_reason="stop", answer=answer
         )
         ended.result()
         self.journal.call_delivered(CallId(name)).result()

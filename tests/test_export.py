@@ -21,6 +21,7 @@ from gyre_sdk.export.columns import MESSAGE, TABLES
 from gyre_sdk.export.tables import Exported, Wanted
 from gyre_sdk.journal import Journal
 from gyre_sdk.select import Role
+from gyre_sdk.trainer.ledger import GroupClosed, GroupPlanned, Ledger, StepCommitted, StepStarted, VersionAllocated
 from gyre_sdk.trainer.units import Sealer
 
 MEAN = Sealer(baseline=Baseline.MEAN)
@@ -62,6 +63,33 @@ def test_what_is_shown_is_what_is_sealed(store: Path) -> None:
             assert groups["flat"].dropped == {"group_flat": 1} and len(groups["flat"].rows) == 2
             assert groups["g"].dropped["run_unscored"] == 1 and {row.run for row in groups["g"].trained} == set("abc")
             assert groups[None].dropped == {"call_hosted": 2, "run_without_targets": 1}
+
+
+def test_a_training_on_record_says_which_runs_and_how_old(tmp_path: Path) -> None:
+    """Groups are the runs that the training closed them with; versions are as old as they were in the step that used them."""
+    with Journal(tmp_path / "gyre.db") as journal:
+        for group, version in (("g0", 0), ("g1", 0), ("g2", 1)):
+            for member in range(3):
+                talk = Talk(journal, f"{group}-{member}", group=group, member=member)
+                talk.turn([USER], {"role": "assistant", "content": "x"}, version=version)
+                talk.end(float(member))
+        log = Ledger(journal)
+        for index, group in enumerate(("g0", "g1", "g2")):
+            log.add(GroupPlanned(group, index, "task", 2), at=1.0)
+            log.add(GroupClosed(group, [f"{group}-0", f"{group}-1"], [0.0, 1.0], 0), at=1.0)
+        log.add(StepStarted(1, ["g0"]), at=1.0)
+        log.add(StepCommitted(1, []), at=1.0)
+        log.add(VersionAllocated(1, 1), at=1.0)
+        log.add(StepStarted(2, ["g1"]), at=1.0)
+        log.add(StepCommitted(2, []), at=1.0)
+        log.add(VersionAllocated(2, 2), at=1.0)
+        found = {limit: list(materialise(journal, Sealer(max_staleness=limit))) for limit in (0, 1)}
+    stale = {"call_stale": 2, "run_without_targets": 2}
+    assert [group.dropped for group in found[0]] == [{}, stale, stale], (
+        "g2 waits: it is as old as the newest policy says"
+    )
+    assert [group.dropped for group in found[1]] == [{}, {}, {}]
+    assert [run.run for run in found[0][1].runs] == ["g1-0", "g1-1"]
 
 
 def test_trajectories_have_every_number(store: Path, tmp_path: Path) -> None:

@@ -108,9 +108,7 @@ def _group(
 ) -> GroupSamples:
     runs = tuple(sorted(members, key=lambda run: (run.member, run.run)))
 
-    def calls_of(run: str):  # type: ignore[no-untyped-def]
-        return journal.calls(run)
-
+    calls_of = journal.calls
     credit, own, dropped = sealer.credit(runs, calls_of) if group is not None else (None, None, Counter[str]())
     tokens: Counter[str] = Counter()
     rows: list[Row] = []

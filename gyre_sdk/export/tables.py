@@ -17,6 +17,7 @@ from gyre_sdk.export.columns import TABLES
 from gyre_sdk.export.lines import Line
 from gyre_sdk.export.materialise import GroupSamples, materialise
 from gyre_sdk.export.writing import kind_of, write
+from gyre_sdk.journal import RecordedExchange
 from gyre_sdk.journal.reader import Reader
 from gyre_sdk.records import RunRecord
 from gyre_sdk.trainer.units import Sealer
@@ -86,15 +87,15 @@ def export(journal: Reader, sealer: Sealer, form: str, path: Path, wanted: Wante
 def _trajectories(group: GroupSamples, wanted: Wanted, report: Exported) -> Iterator[Line]:
     rows = group.rows if wanted.untrained else group.trained
     report.left_out["rows_without_advantage"] += len(group.rows) - len(rows)
-    runs = {run.run: run for run in group.runs}
-    return (lines.trajectory(row, runs[row.run]) for row in rows)  # type: ignore[index]
+    runs: dict[str, RunRecord] = {run.run: run for run in group.runs}
+    return (lines.trajectory(row, runs[row.run]) for row in rows)
 
 
 def _trl(group: GroupSamples, report: Exported) -> Iterator[Line]:
     number, trained = report.groups - 1, group.trained
     report.left_out["rows_without_advantage"] += len(group.rows) - len(trained)
-    runs = {run.run: run for run in group.runs}
-    return (lines.trl(row, runs[row.run], number) for row in trained)  # type: ignore[index]
+    runs: dict[str, RunRecord] = {run.run: run for run in group.runs}
+    return (lines.trl(row, runs[row.run], number) for row in trained)
 
 
 def _sft(
@@ -173,9 +174,9 @@ def _conversations(
 ) -> list[Conversation]:
     """Return the conversations that a run's trajectories end with; of a run without token ids, those nobody goes on from."""
     exchanges = journal.exchanges(run.run)
-    by_call = {exchange.call: exchange for exchange in exchanges}
+    by_call: dict[str, RecordedExchange] = {exchange.call: exchange for exchange in exchanges}
     leaves = [row.leaf for row in group.rows if row.run == run.run]
-    chosen = [by_call[leaf] for leaf in leaves if leaf in by_call]  # type: ignore[index]
+    chosen = [by_call[leaf] for leaf in leaves if leaf in by_call]
     if not chosen:
         rank = {role.name: place for place, role in enumerate(sealer.roles)}
         last = sorted(ends(exchanges), key=lambda one: (rank.get(one.role, len(rank)), one.role))
