@@ -9,7 +9,7 @@ from units_kit import call, run_record, seal
 
 from gyre_sdk.credit import Baseline, CallFacts, Rewards
 from gyre_sdk.errors import HookError, SettingsError
-from gyre_sdk.records import CallRecord, RunRecord
+from gyre_sdk.records import CallRecord, CallStatus, RunRecord
 from gyre_sdk.trainer.units import Row, SealedGroup
 
 RUNS = [
@@ -150,6 +150,25 @@ def test_a_missing_call_is_named() -> None:
     calls = {run.run: agent(run.run, critics=2) for run in RUNS}
     with pytest.raises(HookError, match="no reward to call 'a-k1' of role 'critic' in run a"):
         sealed(some, calls)
+
+
+def test_calls_that_cannot_be_trained_need_no_reward() -> None:
+    """Failed and empty calls of a rewarded role, and runs in which it sampled nothing, leave no hole in its set."""
+    calls = {run.run: agent(run.run) for run in RUNS}
+    calls["a"] += [
+        call("a", "bad", [5, 9], [1], role="critic", status=CallStatus.FAILED),
+        call("a", "empty", [5, 8], [], role="critic"),
+    ]
+    calls["c"] = [*agent("c", critics=0), call("c", "empty", [5, 8], [], role="critic")]
+
+    def by_one(run: RunRecord, facts: Sequence[CallFacts]) -> Rewards:
+        return Rewards(calls={one.call: float(run.member) for one in facts if one.call.endswith("k0")})
+
+    for hook in (by_one, lambda run, facts: Rewards(roles={} if run.run == "c" else {"critic": float(run.member)})):
+        group = sealed(hook, calls)
+        found = by_call(group)
+        assert (found["a-k0"], found["b-k0"]) == (-0.5, 0.5) and group.dropped == {"call_failed": 1}
+        assert group.own is not None and len(group.own.sets) == 1
 
 
 def test_a_hook_and_a_rule_are_named_in_settings(tmp_path, monkeypatch) -> None:
