@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    get_available_reporting_integrations,
+)
 from trl.trainer.base_config import _BaseConfig
 from trl.trainer.grpo_config import GRPOConfig
 
@@ -182,7 +186,9 @@ def arguments(config: TrainConfig, folder: Path, **more: Any) -> TreeGRPOConfig:
     }
     kind, options = schedule[config.schedule]
     alike = {one.name for one in fields(TreeGRPOConfig)} & set(TrainConfig.__struct_fields__)
-    alike -= {"scale_rewards", "mask_truncated_completions"}  # they act where rows are made
+    alike -= {"scale_rewards", "mask_truncated_completions", "fsdp"}  # the first two act where rows are made
+    if config.fsdp and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise SettingsError("train.fsdp = true needs several processes: start gyre-train with torchrun")
     found = {name: getattr(config, name) for name in alike}
     found |= {
         "output_dir": str(folder),
@@ -196,12 +202,27 @@ def arguments(config: TrainConfig, folder: Path, **more: Any) -> TreeGRPOConfig:
         "save_total_limit": config.keep_checkpoints,
         "logging_strategy": "steps" if config.report_to else "no",
         "report_to": list(config.report_to),
+        "fsdp": config.fsdp,
+        "fsdp_config": {"version": 2} if config.fsdp else None,
         "disable_tqdm": True,
         "ignore_data_skip": True,
         "dataloader_pin_memory": False,
         "use_cpu": not torch.cuda.is_available(),
     }
+    _check_trackers(config.report_to)
     try:
         return TreeGRPOConfig(**{**found, **more})
     except ValueError as error:
         raise SettingsError(f"[train]: {error}") from error
+
+
+def _check_trackers(names: list[str]) -> None:
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+            raise SettingsError(f"train.report_to = {names!r}: there is no {name!r}; known: {known}")
+        if name not in get_available_reporting_integrations():
+            raise SettingsError(
+                f"train.report_to = {names!r}: the package of {name!r} is not installed; install it in the trainer's"
+                " environment, or take it out"
+            )

@@ -42,9 +42,16 @@ class LoraConfig(msgspec.Struct, frozen=True):
     """Rank."""
     alpha: Positive = 32
     dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
+    """Must stay 0: dropout would make the ratio to the sampling policy noisy."""
     target_modules: str | list[str] = "all-linear"
     load_in_4bit: bool = False
     """Hold the frozen weights in 4 bits (QLoRA); needs the package bitsandbytes and a GPU."""
+
+    def __post_init__(self) -> None:
+        if self.dropout:
+            raise ValueError(
+                f"lora.dropout = {self.dropout} would make the ratio to the sampling policy noisy; leave it at 0"
+            )
 
 
 class PolicyConfig(msgspec.Struct, frozen=True):
@@ -215,6 +222,8 @@ class TrainConfig(msgspec.Struct, frozen=True):
     """Tokens of a forward pass, padding included; a longer row goes alone. On a CPU 1024 to 2048 are fastest."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    fsdp: bool = False
+    """Shard weights, gradients and optimizer over the training processes (FSDP2), in place of a whole copy on each."""
     bf16: bool = False
     """Mixed precision in bfloat16; weights, their sums and the optimizer stay in float32."""
     threads: NotNegative = 1

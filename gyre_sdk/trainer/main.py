@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -54,19 +54,34 @@ def _guarded(
 
 def _run(path: Path, steps: int | None, pairs: list[str], plain: bool, as_json: bool, evaluation: str | None) -> int:
     from gyre_sdk.trainer.config import load_config
+    from gyre_sdk.trainer.team import follow, join, place
 
     overrides = [*pairs, *([] if steps is None else [f"train.steps={steps}"])]
     config = load_config(path, overrides)
     quiet_libraries()
+    where = place(os.environ)
+    if where.size > 1 and evaluation is not None:
+        raise SettingsError("an evaluation takes one process: start gyre-train without torchrun or accelerate launch")
+    ranks = join(where) if where.size > 1 else None
+    if ranks is not None and not ranks.leads:
+        follow(config, ranks)
+        return DONE
     from gyre_sdk.trainer.evaluation import evaluate
     from gyre_sdk.trainer.stack import Stack
 
     report: msgspec.Struct
-    with _view(plain) as observer, Stack(config, observer, base=path.resolve().parent) as stack:
+    with ExitStack() as cleanup:
+        try:
+            observer = cleanup.enter_context(_view(plain))
+            stack = cleanup.enter_context(Stack(config, observer, base=path.resolve().parent))
+        except BaseException as error:
+            if ranks is not None:
+                ranks.fail(f"{type(error).__name__}: {error}")
+            raise
         if evaluation is None:
             from gyre_sdk.trainer.training import train
 
-            report = train(config, stack=stack)
+            report = train(config, stack=stack, ranks=ranks)
         else:
             report = evaluate(config, stack.tasks, name=evaluation, stack=stack)
     if as_json:

@@ -29,6 +29,11 @@ WINDOW = 60.0
 _READY_TIMEOUT = 180.0
 _STOP_TIMEOUT = 10.0
 _POLL = 0.05
+_PLACE = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    "TORCHELASTIC_RUN_ID",
+)
+"""Variables that tell a training process its place among others; not for its children."""
 
 _log = logging.getLogger("gyre.trainer")
 

@@ -4,7 +4,7 @@ Every forward and backward pass gathers parameters and scatters gradients by col
 passes, in the same order. `ShardedExecutor` is `flat` under that rule: micro-steps that do nothing fill up the ranks that
 have fewer. What makes a number of passes that depends on the rows' shape (`gather`, `dfs`) cannot be used.
 
-accelerate shards on accelerators only; `shard_on_cpu` lets it do the same on CPUs, over gloo.
+accelerate shards on accelerators only; `prepare_sharding` lets it do the same on CPUs, over gloo.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from gyre_sdk.trainer.ranks import Ranks
 from gyre_sdk.trainer.units import Row
 
 
-def shard_on_cpu(accelerator: Accelerator, plugin_settings: dict[str, Any] | None) -> None:
-    """Make accelerate shard what it prepares, where FSDP is asked for and the processes are on CPUs.
+def prepare_sharding(accelerator: Accelerator, plugin_settings: dict[str, Any] | None) -> None:
+    """Set up sharding where it is asked for: on CPUs too, and with checkpoints in shards.
 
     Args:
         plugin_settings: of accelerate's plugin, from the training arguments; None where FSDP can only be asked for by
@@ -48,8 +48,12 @@ def shard_on_cpu(accelerator: Accelerator, plugin_settings: dict[str, Any] | Non
         if accelerator.mixed_precision != "no":
             state.fsdp_plugin.set_mixed_precision(accelerator.mixed_precision)
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and plugin.fsdp_version != 2:
+    if plugin is None:
+        return
+    if plugin.fsdp_version != 2:
         raise SettingsError("FSDP1 averages gradients by itself: use FSDP2 (accelerate launch --fsdp_version 2)")
+    plugin.state_dict_config = plugin.optim_state_dict_config = None
+    plugin.set_state_dict_type("SHARDED_STATE_DICT")  # a whole one cannot be loaded again over gloo
 
 
 def is_sharded(model: Any) -> bool:
@@ -66,12 +70,40 @@ def sum_gradients(model: Any) -> None:
 
 
 def whole_weights(model: Any, *, keep: bool) -> dict[str, Tensor]:
-    """Put the weights together on the CPU; every rank has to call this. Where not `keep`, nothing is returned."""
+    """Put the weights together on the CPU, tied ones once; every rank has to call this. Empty where not `keep`."""
+    once = {name for name, _ in model.named_parameters()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
     found: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
+        if name in tied:
+            continue
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if keep:
             found[name] = whole.detach().to("cpu")
+    return found
+
+
+def published_weights(model: Any, *, keep: bool) -> dict[str, Tensor]:
+    """Do the same under the names of the policy's folder, adapters merged (W + scaling * B A)."""
+    state = whole_weights(model, keep=keep)
+    if not keep or not hasattr(model, "get_base_model"):
+        return state
+    from peft.tuners.lora import LoraLayer
+
+    prefix = "base_model.model."
+    found = {
+        name.removeprefix(prefix).replace(".base_layer.", "."): tensor
+        for name, tensor in state.items()
+        if ".lora_" not in name
+    }
+    for name, module in model.get_base_model().named_modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        for adapter in module.active_adapters:
+            up, down = (state[f"{prefix}{name}.lora_{one}.{adapter}.weight"] for one in "BA")
+            delta = up @ down * module.scaling[adapter]
+            weight = found[f"{name}.weight"]
+            found[f"{name}.weight"] = weight + (delta.T if module.fan_in_fan_out else delta).to(weight.dtype)
     return found
 
 

@@ -37,7 +37,14 @@ from gyre_sdk.trainer.loss import LossSums, Totals, denominator, describe
 from gyre_sdk.trainer.mismatch import Mismatch
 from gyre_sdk.trainer.ranks import Ranks
 from gyre_sdk.trainer.reference import AdapterOff, FrozenCopy, Reference, frozen_copy
-from gyre_sdk.trainer.sharded import ShardedExecutor, is_sharded, shard_on_cpu, sum_gradients, whole_weights
+from gyre_sdk.trainer.sharded import (
+    ShardedExecutor,
+    is_sharded,
+    prepare_sharding,
+    published_weights,
+    sum_gradients,
+    whole_weights,
+)
 from gyre_sdk.trainer.unit_step import accumulate
 from gyre_sdk.trainer.units import Unit
 
@@ -96,6 +103,7 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
             0 only.
         on_step: called after every step, before its checkpoint. On every rank.
         on_saved: called with step and folder when a checkpoint's files are written. On rank 0.
+        ranks: the processes that train together; None finds them.
         callbacks: transformers' own.
 
     Raises:
@@ -115,6 +123,7 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
         version: Callable[[], int | None] = lambda: None,
         on_step: Callable[[StepReport], None] = lambda report: None,
         on_saved: Callable[[int, Path], None] = lambda step, path: None,
+        ranks: Ranks | None = None,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
         if args.disable_dropout:
@@ -124,7 +133,7 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
         for noisy in (PrinterCallback, ProgressCallback):
             self.remove_callback(noisy)
         self.add_callback(_Reporter(self))
-        self.ranks = Ranks()
+        self.ranks = Ranks() if ranks is None else ranks
         self._reference_model = _reference_model(model, args, reference_model)
         self._reference: Reference | None = None
         self._executor: Executor | None = None
@@ -141,10 +150,13 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
         self._learning_rate = 0.0
 
     def whole_weights(self) -> dict[str, torch.Tensor] | None:
-        """Put the weights together on rank 0; every rank has to call this. None on others, or where nothing is sharded."""
+        """Put sharded weights together on rank 0, as they are published; every rank has to call this.
+
+        None on other ranks, and where the model is whole on every rank.
+        """
         if not is_sharded(self.model):
             return None
-        found = whole_weights(self.model, keep=self.ranks.leads)
+        found = published_weights(self.model, keep=self.ranks.leads)
         return found if self.ranks.leads else None
 
     # -- the stock loop's seams --------------------------------------------------------------------------------------
@@ -158,7 +170,7 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
             raise SettingsError(
                 "DeepSpeed keeps gradients to itself; use FSDP2 (accelerate launch --use_fsdp), or neither"
             )
-        shard_on_cpu(self.accelerator, self.args.fsdp_plugin_args)
+        prepare_sharding(self.accelerator, self.args.fsdp_plugin_args)
         self.is_fsdp_enabled = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
         if self.is_fsdp_enabled and self.args.executor not in ("auto", "flat"):
             raise SettingsError(

@@ -33,8 +33,10 @@ from gyre_sdk.trainer.ledger import (
     StepStarted,
     UnitSealed,
 )
+from gyre_sdk.trainer.ranks import Ranks
 from gyre_sdk.trainer.rollouts import Plan, Rollouts
 from gyre_sdk.trainer.stack import Stack
+from gyre_sdk.trainer.team import Burst, Start, reference_of
 from gyre_sdk.trainer.trainer import StepReport, make_trainer
 from gyre_sdk.trainer.units import Sealer, Unit
 from gyre_sdk.trainer.weights import full_weights
@@ -92,11 +94,13 @@ def train(
     *,
     stack: Stack | None = None,
     base: Path | None = None,
+    ranks: Ranks | None = None,
 ) -> TrainReport:
     """Train to `train.steps`, from wherever the store and the output folder say that it stands.
 
     Args:
         stack: running processes to use; None starts and stops its own.
+        ranks: the processes that train together, this one leading; None for this one alone.
 
     Raises:
         SettingsError: the config does not allow training.
@@ -108,8 +112,8 @@ def train(
         )
     if stack is None:
         with Stack(config, observer, base=base) as own:
-            return train(config, stack=own)
-    return _Training(stack).run()
+            return train(config, stack=own, ranks=ranks)
+    return _Training(stack, ranks).run()
 
 
 _BASELINES = {
@@ -144,8 +148,9 @@ def make_sealer(config: TrainConfig, base: Path = Path()) -> Sealer:
 class _Training:
     """One training on a running stack."""
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: Stack, ranks: Ranks | None) -> None:
         self._stack = stack
+        self._ranks = ranks
         self._config = config = stack.config
         self._ledger = stack.ledger
         self._plan = Plan(
@@ -168,7 +173,7 @@ class _Training:
         )
         self._sealer = make_sealer(config.train, stack.base)
         self._step = _Step()
-        self._unpublished = False
+        self._burst = Burst(config.rollout.publish_every, config.train.steps)
         self._hopeless = 0
 
     def run(self) -> TrainReport:
@@ -176,6 +181,9 @@ class _Training:
         began = time.monotonic()
         stack, recovery = self._stack, self._stack.recovery
         steps = self._config.train.steps
+        checkpoint = recovery.checkpoint.path if recovery.checkpoint else None
+        if self._ranks is not None:
+            self._ranks.share(Start(checkpoint) if recovery.step < steps else None)
         if recovery.step < steps:
             remove_after(stack.checkpoints, recovery.step)
             if len(self._ledger.state.steps) > recovery.step:
@@ -185,13 +193,16 @@ class _Training:
                 stack.model(),
                 stack.checkpoints,
                 self._batch,
+                reference_model=reference_of(self._config.policy, self._config.train),
+                version=self._version,
                 on_step=self._on_step,
                 on_saved=self._on_saved,
+                ranks=self._ranks,
             )
             stack.observer(events.PhaseStarted(time.time(), "train", steps - recovery.step))
             try:
                 self._rollouts.start(recovery.step, recovery.unfinished)
-                trainer.train(resume_from_checkpoint=recovery.checkpoint.path if recovery.checkpoint else None)
+                trainer.train(resume_from_checkpoint=checkpoint)
             finally:
                 self._rollouts.stop(_STOP_SECONDS)
         return report(self._ledger.state, recovery.step, stack.publisher.current.version, time.monotonic() - began)
@@ -220,17 +231,24 @@ class _Training:
                 yield unit
             asked = time.monotonic()
 
+    def _version(self) -> int:
+        """Return the number of the weights in training: the one being served, or the next where steps lie between."""
+        return self._stack.publisher.current.version + self._burst.changed
+
     def _on_step(self, report: StepReport) -> None:
         current, config = self._step, self._config
-        dropped = {f"{_UNTRAINED}{name}": float(count) for name, count in current.untrained.items()}
-        seconds = {"seconds": time.monotonic() - current.began, "seconds_waiting": current.waited}
-        metrics = {**report.metrics, **dropped, **seconds}
-        self._ledger.add(StepCommitted(report.step, report.units, metrics), at=time.time())
         rewards = current.rewards()
+        report.metrics.update({f"{_UNTRAINED}{name}": float(count) for name, count in current.untrained.items()})
+        report.metrics["seconds"] = time.monotonic() - current.began
+        report.metrics["seconds_waiting"] = current.waited
+        report.metrics["runs/scored"] = float(len(rewards))
+        report.metrics["runs/started"] = float(current.runs())
+        if rewards:
+            report.metrics["reward"] = sum(rewards) / len(rewards)
+        self._ledger.add(StepCommitted(report.step, report.units, report.metrics), at=time.time())
         if report.skipped:
             self._skip(report.step, current)
         else:
-            self._unpublished = True
             self._stack.observer(
                 events.StepTaken(
                     at=time.time(),
@@ -244,10 +262,10 @@ class _Training:
                     success=sum(r >= config.rollout.success_at for r in rewards) / len(rewards) if rewards else 0.0,
                 )
             )
-        if report.step % config.rollout.publish_every == 0 or report.step == config.train.steps:
-            if self._unpublished:
-                self._stack.publisher.publish(full_weights(self._trainer.model), report.step)
-                self._unpublished = False
+        if self._burst.publishes(report):
+            whole = self._trainer.whole_weights()
+            self._stack.publisher.publish(full_weights(self._trainer.model) if whole is None else whole, report.step)
+        if self._burst.ends(report):
             self._rollouts.advance(report.step)
 
     def _skip(self, step: int, current: _Step) -> None:

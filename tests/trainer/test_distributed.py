@@ -11,8 +11,11 @@ import torch
 from ranks_kit import together
 from tiny_policy import pure64, random_row, relative, tiny_model, unit_of
 
+from gyre_sdk.trainer.config import LoraConfig, PolicyConfig
+from gyre_sdk.trainer.policy import load_policy
 from gyre_sdk.trainer.trainer import StepReport, TreeGRPOConfig, TreeGRPOTrainer
 from gyre_sdk.trainer.units import Unit
+from gyre_sdk.trainer.weights import full_weights
 
 SHARDED = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}}
 
@@ -53,7 +56,8 @@ def one_step(folder: Path, options: dict[str, Any], count: int) -> tuple[torch.T
         before = trainer._get_grad_norm
 
         def look(model: Any, grad_norm: Any = None) -> Any:
-            seen.append(torch.cat([whole(p.grad).reshape(-1) for p in model.parameters() if p.grad is not None]))
+            gradients = [whole(p.grad).reshape(-1) for p in model.parameters() if p.grad is not None]
+            seen.append(torch.cat(gradients) if gradients else torch.empty(0))
             return before(model, grad_norm)
 
         trainer._get_grad_norm = look  # type: ignore[method-assign]
@@ -90,3 +94,61 @@ def test_ranks_find_the_gradient_of_one_process(
         assert set(their_metrics) == set(metrics)
         for name, value in metrics.items():
             assert their_metrics[name] == pytest.approx(value, rel=1e-9), name
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_fewer_units_than_ranks(tmp_path: Path, alone: Any, count: int) -> None:
+    """Ranks without a unit count for nothing; where there is none at all, the step is skipped everywhere."""
+    if count == 0:
+        for found, metrics, units in together(3, one_step, tmp_path, SHARDED, 0):
+            assert (len(found), metrics, units) == (0, {}, [])
+        return
+    wanted, _, units = alone({}, count)
+    for sharding in ({}, SHARDED):
+        for found, _, their_units in together(3, one_step, tmp_path, sharding, count):
+            assert relative(found, wanted) < 1e-12
+            assert their_units == units
+
+
+def two_trainings(folder: Path, base: Path, options: dict[str, Any], lora: LoraConfig | None) -> Any:
+    """Train four steps; then again from the second one's checkpoint. Return weights and losses of both, and a folder's."""
+
+    def run(name: str, resume: Path | None) -> tuple[dict[str, torch.Tensor], list[float], bool]:
+        model = load_policy(PolicyConfig(model=base, lora=lora), resume)
+        trainer, reports = trainer_in(
+            folder / name,
+            some_units,
+            model,
+            max_steps=4,
+            save_strategy="steps",
+            save_steps=1,
+            learning_rate=1e-2,
+            **options,
+        )
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        weights = trainer.whole_weights()
+        if weights is None and trainer.ranks.leads:
+            weights = full_weights(trainer.model)
+        return weights or {}, [report.metrics["loss"] for report in reports], trainer.ranks.leads
+
+    weights, losses, leads = run("whole", None)
+    again, later, _ = run("resumed", folder / "whole" / "checkpoint-2")
+    return weights, losses, again, later, leads
+
+
+@pytest.mark.parametrize("sharding", [{}, SHARDED], ids=["copies", "shards"])
+@pytest.mark.parametrize("lora", [None, LoraConfig(r=4, alpha=8)], ids=["full", "lora"])
+def test_a_resumed_training_of_ranks_is_the_uninterrupted_one(
+    tmp_path: Path, sharding: dict[str, Any], lora: LoraConfig | None
+) -> None:
+    tiny_model().save_pretrained(tmp_path / "base")
+    for weights, losses, again, later, leads in together(2, two_trainings, tmp_path, tmp_path / "base", sharding, lora):
+        assert later == losses[2:]
+        if leads:
+            assert weights and all(torch.equal(tensor, again[name]) for name, tensor in weights.items())
+            # what is saved can be loaded anywhere, and is what would be published
+            saved = load_policy(PolicyConfig(model=tmp_path / "base", lora=lora), tmp_path / "whole" / "checkpoint-4")
+            folder = full_weights(saved)
+            assert set(folder) == set(weights)
+            for name, tensor in weights.items():
+                torch.testing.assert_close(tensor, folder[name], rtol=0, atol=1e-7)
