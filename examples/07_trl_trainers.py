@@ -39,7 +39,6 @@ def settings(config: TrainerConfig, steps: int) -> dict[str, Any]:
         "adam_beta2": 0.99,
         "epsilon": 0.2,
         "epsilon_high": 0.28,
-        "num_generations": config.rollout.runs_per_group,
         "temperature": 1.0,  # the agent's, too
         "seed": config.train.seed,
         "use_cpu": True,
@@ -52,14 +51,19 @@ def settings(config: TrainerConfig, steps: int) -> dict[str, Any]:
 
 
 def train_grpo(stack: Stack, steps: int) -> None:
-    """Train with `GRPOTrainer`: a batch of runs, a step, new weights, the next batch. One trajectory per run."""
+    """Train with `GRPOTrainer`: a batch of runs, a step, new weights, the next batch."""
     from trl import GRPOConfig, GRPOTrainer
 
     config, rollout = stack.config, RolloutFunc(stack)
-    runs = config.rollout.groups_per_step * config.rollout.runs_per_group
     trainer = GRPOTrainer(
         model=str(config.policy.model),
-        args=GRPOConfig(per_device_train_batch_size=runs, loss_type="dapo", **settings(config, steps)),
+        args=GRPOConfig(
+            num_generations=rollout.num_generations,
+            per_device_train_batch_size=rollout.num_generations,
+            gradient_accumulation_steps=config.rollout.groups_per_step,
+            loss_type="dapo",
+            **settings(config, steps),
+        ),
         train_dataset=rollout.dataset(),
         rollout_func=rollout,
         reward_funcs=rollout.reward,

@@ -15,7 +15,7 @@ from training_kit import make_training
 from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-from gyre_sdk.errors import TrainerError
+from gyre_sdk.errors import SettingsError, TrainerError
 from gyre_sdk.trainer.adapters import AsyncRollouts, RolloutFunc
 from gyre_sdk.trainer.config import load_config
 from gyre_sdk.trainer.stack import Stack
@@ -26,7 +26,6 @@ RUNS = 4
 SHARED: dict[str, Any] = {
     "max_steps": 2,
     "learning_rate": 1e-2,
-    "num_generations": RUNS,
     "use_cpu": True,
     "bf16": False,
     "gradient_checkpointing": False,
@@ -59,7 +58,8 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 def test_grpo_trainer(stack: Stack, tmp_path: Path) -> None:
     """Each step's runs are sampled by the weights of the step before; the trainer's numbers are the store's."""
-    rollout = RolloutFunc(stack)
+    rollout = RolloutFunc(stack, rows_per_run=2)
+    assert rollout.num_generations == 2 * RUNS
     seen: list[dict[str, Any]] = []
 
     def spied(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -68,7 +68,14 @@ def test_grpo_trainer(stack: Stack, tmp_path: Path) -> None:
 
     trainer = GRPOTrainer(
         model=str(stack.config.policy.model),
-        args=GRPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=2 * RUNS, loss_type="dapo", **SHARED),
+        args=GRPOConfig(
+            output_dir=str(tmp_path),
+            num_generations=2 * RUNS,
+            per_device_train_batch_size=2 * RUNS,
+            gradient_accumulation_steps=2,
+            loss_type="dapo",
+            **SHARED,
+        ),
         train_dataset=rollout.dataset(),
         rollout_func=spied,
         reward_funcs=rollout.reward,
@@ -81,15 +88,19 @@ def test_grpo_trainer(stack: Stack, tmp_path: Path) -> None:
     for step, (batch, entry) in enumerate(zip(seen, logs, strict=True)):
         runs = {run.run: run for run in stack.journal.runs() if run.run in batch["run"]}
         assert len(runs) == 2 * RUNS and len({run.group for run in runs.values()}) == 2
-        assert [runs[run].reward for run in batch["run"]] == batch["run_reward"]
+        assert [runs[run].reward for run in batch["run"]] == batch["run_reward"] and len(batch["run"]) == 4 * RUNS
+        assert batch["run"][::2] == batch["run"][1::2], "two places of a run are next to each other"
         assert entry["reward"] == pytest.approx(np.mean(batch["run_reward"]))
         assert 0 < entry["trained_share"] <= 1
         calls = {run: list(stack.journal.calls(run)) for run in runs}
         assert {span.version for found in calls.values() for call in found for span in call.versions} == {step + 1}
-        for place, run in enumerate(batch["run"]):
-            whole = batch["prompt_ids"][place] + batch["completion_ids"][place]
-            assert whole == (calls[run][1].prompt_ids + calls[run][1].sampled_ids)[: len(whole)]
-            assert sum(batch["env_mask"][place]) == sum(len(call.sampled_ids) for call in calls[run])
+        for run, places in ((batch["run"][place], (place, place + 1)) for place in range(0, 4 * RUNS, 2)):
+            marked = sum(sum(batch["env_mask"][place]) for place in places)
+            assert marked in (0, sum(len(call.sampled_ids) for call in calls[run])), "0: a group without contrast"
+            paths = [call.prompt_ids + call.sampled_ids for call in calls[run]]
+            for place in places:
+                whole = batch["prompt_ids"][place] + batch["completion_ids"][place]
+                assert not any(batch["env_mask"][place]) or whole in [path[: len(whole)] for path in paths]
     assert same(served(stack), full_weights(trainer.model)) and not same(served(stack), starting(stack))
 
 
@@ -130,10 +141,10 @@ def test_async_grpo_trainer(stack: Stack, tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused(stack: Stack, tmp_path: Path) -> None:
-    rollout = RolloutFunc(stack)
+    rollout = RolloutFunc(stack, rows_per_run=1)
     trainer = GRPOTrainer(
         model=str(stack.config.policy.model),
-        args=GRPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=RUNS, **SHARED),
+        args=GRPOConfig(output_dir=str(tmp_path), num_generations=RUNS, per_device_train_batch_size=RUNS, **SHARED),
         train_dataset=rollout.dataset(),
         rollout_func=rollout,
         reward_funcs=rollout.reward,
@@ -143,6 +154,10 @@ def test_what_does_not_fit_is_refused(stack: Stack, tmp_path: Path) -> None:
     with pytest.raises(TrainerError, match=r"are not one task: \['count-0', 'count-1'\]"):
         rollout(["count-0", "count-1"] * 2, trainer)
     rollout.close()
+    with pytest.raises(TrainerError, match="num_generations must be a multiple of 3"):
+        RolloutFunc(stack, rows_per_run=3)(["count-0"] * RUNS, trainer)
+    with pytest.raises(SettingsError, match="rows_per_run is 0"):
+        RolloutFunc(stack, rows_per_run=0)
 
 
 def test_health(stack: Stack) -> None:

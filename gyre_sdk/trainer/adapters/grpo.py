@@ -1,25 +1,31 @@
 """A `rollout_func` for TRL's `GRPOTrainer`: whole agent runs in place of completions.
 
     rollout = RolloutFunc(stack)
-    GRPOTrainer(model=..., rollout_func=rollout, reward_funcs=rollout.reward, train_dataset=rollout.dataset(), args=...)
+    GRPOTrainer(
+        model=..., rollout_func=rollout, reward_funcs=rollout.reward, train_dataset=rollout.dataset(),
+        args=GRPOConfig(num_generations=rollout.num_generations, ...),
+    )
 
-The trainer takes one row per prompt and no more, so of a run that branches only one trajectory is trained: the one that
-the selection draws first (`j_max = 1`). Its weights are published before it asks for runs of a new step.
+The trainer takes one row per generation. A run has `rows_per_run` of them in a row, one per selected trajectory; places
+without one are a masked token. All have the run's reward, so TRL's mean over a group's rows is the mean over its runs, and
+its standard deviation of n runs with J places each is that of the runs times sqrt(J (n - 1) / (J n - 1)). The weights are
+published before runs of a new step.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 from uuid import uuid4
 
 import numpy as np
 from datasets import Dataset
 
-from gyre_sdk.errors import TrainerError
+from gyre_sdk.errors import SettingsError, TrainerError
 from gyre_sdk.trainer.adapters.groups import WRONG_TEMPERATURE, ClosedGroup, Groups
 from gyre_sdk.trainer.stack import Stack
 from gyre_sdk.trainer.training import make_sealer
@@ -34,17 +40,34 @@ class RolloutFunc:
 
     Args:
         stack: running processes; its `rollout` settings say how runs are made.
-        sealer: how rows are made; None as `[train]` says. Its bound on trajectories is 1, whatever it says.
+        sealer: how rows are made; None as `[train]` says. Its bound on trajectories is `rows_per_run`, whatever it says.
+        rows_per_run: most trajectories of a run; None takes `train.j_max`.
+
+    Raises:
+        SettingsError: `train.j_max` is 0, which bounds nothing.
     """
 
-    def __init__(self, stack: Stack, sealer: Sealer | None = None) -> None:
+    def __init__(self, stack: Stack, sealer: Sealer | None = None, *, rows_per_run: int | None = None) -> None:
+        self.rows_per_run = stack.config.train.j_max if rows_per_run is None else rows_per_run
+        if self.rows_per_run < 1:
+            raise SettingsError(
+                f"rows_per_run is {self.rows_per_run}; GRPOTrainer's batches have a fixed number of rows: give at least 1,"
+                " or set train.j_max"
+            )
         self._stack = stack
         self._tasks = {task.name: task for task in stack.tasks}
-        self._groups = Groups(stack, replace(sealer or make_sealer(stack.config.train, stack.base), j_max=1))
+        self._groups = Groups(
+            stack, replace(sealer or make_sealer(stack.config.train, stack.base), j_max=self.rows_per_run)
+        )
         self._published: int | None = None
         self._logged: dict[str, float] = {}
         self.untrained: Counter[str] = Counter()
         """What was recorded and is not trained, by reason, since the start."""
+
+    @property
+    def num_generations(self) -> int:
+        """The trainer's `num_generations` for groups of `rollout.runs_per_group` runs."""
+        return self.rows_per_run * self._stack.config.rollout.runs_per_group
 
     def dataset(self) -> Dataset:
         """Return the stack's tasks as a TRL dataset: one prompt per task, its name."""
@@ -64,7 +87,7 @@ class RolloutFunc:
         self._groups.stop(_STOP_SECONDS)
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
-        """Make one run per prompt; return the rows in order.
+        """Make a run for each `rows_per_run` prompts; return the rows in order.
 
         Returns:
             `prompt_ids`, `completion_ids`, `logprobs` (nats; 0 where nothing was sampled), `env_mask` (1 at targets),
@@ -73,26 +96,29 @@ class RolloutFunc:
         Raises:
             TrainerError: the trainer's settings do not fit, or runs cannot be made any more.
         """
-        _check(trainer)
-        self.publish(trainer)
         training = bool(trainer.model.training)
-        size = trainer.num_generations if training else trainer.num_generations_eval
+        size = int(trainer.num_generations if training else trainer.num_generations_eval)
+        self._check(trainer, size, len(prompts))
+        self.publish(trainer)
         rows: list[dict[str, Any]] = []
-        found, logged = self._run(prompts, size, "train" if training else "trl-eval"), Counter[str]()
+        groups, logged = self._run(prompts, size, "train" if training else "trl-eval"), Counter[str]()
         end = int(trainer.processing_class.eos_token_id)
         sampled = trained = 0
-        for group, members in found:
-            by_run = {row.run: row for unit in group.sealed.units for row in unit.rows}
+        for group, members in groups:
+            of_run: dict[str, list[Row]] = defaultdict(list)
+            for row in (row for unit in group.sealed.units for row in unit.rows):
+                of_run[row.run].append(row)
             by_member = {run.member: run for run in group.runs}
             logged.update(group.sealed.dropped)
             sampled += group.sampled
             for member in range(members):
                 run = by_member.get(member)
-                row, dropped = as_trl(by_run.get(run.run) if run else None, trainer.args.temperature, end)
-                logged.update(dropped)
-                trained += sum(row["env_mask"])
-                reward = run.reward if run is not None else None
-                rows.append({**row, "run_reward": reward, "run": run.run if run is not None else ""})
+                name, reward = (run.run, run.reward) if run is not None else ("", None)
+                for _, row in zip_longest(range(self.rows_per_run), of_run[name]):
+                    found, dropped = as_trl(row, trainer.args.temperature, end)
+                    logged.update(dropped)
+                    trained += sum(found["env_mask"])
+                    rows.append({**found, "run_reward": reward, "run": name})
         self.untrained.update(logged)
         self._logged = {f"untrained/{name}": float(count) for name, count in logged.items()}
         self._logged["trained_share"] = trained / sampled if sampled else 0.0
@@ -129,18 +155,25 @@ class RolloutFunc:
                     f"prompt {prompts[start]!r} is no name of a task; give the trainer `RolloutFunc.dataset()`"
                 )
             done = lambda group, number=number: keep(number, group)  # noqa: E731
-            self._groups.begin(task, f"trl-{batch}-{number:04d}", len(prompts[start : start + size]), done, split=split)
+            self._groups.begin(task, f"trl-{batch}-{number:04d}", size // self.rows_per_run, done, split=split)
         for _ in starts:
             while not ended.acquire(timeout=_LOOK):
                 self._groups.check()
-        return [(closed[number], len(prompts[start : start + size])) for number, start in enumerate(starts)]
+        return [(closed[number], size // self.rows_per_run) for number in range(len(starts))]
 
-
-def _check(trainer: Any) -> None:
-    if trainer.accelerator.num_processes > 1:
-        raise TrainerError("RolloutFunc serves one training process; use gyre-train for several")
-    if trainer.use_vllm:
-        raise TrainerError("set use_vllm = False: runs are sampled by gyre's replicas, and gyre publishes the weights")
+    def _check(self, trainer: Any, size: int, prompts: int) -> None:
+        if trainer.accelerator.num_processes > 1:
+            raise TrainerError("RolloutFunc serves one training process; use gyre-train for several")
+        if trainer.use_vllm:
+            raise TrainerError(
+                "set use_vllm = False: runs are sampled by gyre's replicas, and gyre publishes the weights"
+            )
+        if size % self.rows_per_run or prompts % size:
+            raise TrainerError(
+                f"num_generations is {size} and a batch has {prompts} prompts; with {self.rows_per_run} rows per run,"
+                f" num_generations must be a multiple of {self.rows_per_run} (RolloutFunc.num_generations is one), and a"
+                " batch whole groups"
+            )
 
 
 def as_trl(row: Row | None, temperature: float, end: int) -> tuple[dict[str, list[Any]], Counter[str]]:
