@@ -88,18 +88,29 @@ def _measured(
     found: dict[str, Any] = {"calls": len(run.calls), "raw_tokens": run.raw_tokens, "unique_tokens": run.unique_tokens}
     found["sampled_tokens"] = run.sampled_tokens
     with _running(names, shape, sizes, result["problems"]) as children:
+
+        def ask(name: str, word: str) -> Any:
+            """Return a system's answer; one that fails is stopped being asked."""
+            try:
+                answer = children[name].ask(word)
+            except ChildError as error:
+                result["problems"][name] = f"{word} of {shape}: {error}"
+                del children[name]
+                return None
+            return answer
+
         for _ in range(rounds):
-            for name, child in list(children.items()):
-                answer = child.ask("round")
-                if not _right(name, answer["unique"], run):
+            for name in list(children):
+                answer = ask(name, "round")
+                if answer is not None and _right(name, answer["unique"], run):
+                    told[name].append(answer)
+                elif answer is not None:
                     result["problems"][name] = f"found {answer['unique']} different tokens in {shape}"
                     del children[name]
-                    continue
-                told[name].append(answer)
         if OURS in children:
-            found["memory"] = children[OURS].ask("memory")
+            found["memory"] = ask(OURS, "memory")
         if TRL in children:
-            found["pack_seconds"] = round(children[TRL].ask("pack"), 4)
+            found["pack_seconds"] = ask(TRL, "pack")
     found["systems"] = {
         name: {key: statistics.median(answer[key] for answer in answers) for key in answers[0]}
         for name, answers in told.items()

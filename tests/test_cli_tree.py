@@ -27,7 +27,20 @@ from gyre_sdk.records import (
 RUN = RunId("r1")
 
 
-def record(journal, name, prompt, sampled, *, role="main", parent=None, reason=None, shared=0, deliver=True, version=2):
+def record(
+    journal,
+    name,
+    prompt,
+    sampled,
+    *,
+    role="main",
+    parent=None,
+    reason=None,
+    shared=0,
+    deliver=True,
+    version=2,
+    top_p=1.0,
+):
     call = CallId(name)
     intent = CallIntent(
         call,
@@ -38,7 +51,7 @@ def record(journal, name, prompt, sampled, *, role="main", parent=None, reason=N
         reason,
         shared,
         prompt,
-        Sampling(),
+        Sampling(top_p=top_p),
         {},
         [],
         1.0,
@@ -144,6 +157,17 @@ def test_a_run_that_is_not_there_is_an_error_of_one_line(store):
     )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("gyre: run 'nowhere' is not in ") and len(done.stderr.splitlines()) == 1
+
+
+def test_a_call_that_the_trainer_cannot_compute_again_is_told_so(tmp_path, capfdbinary):
+    with Journal(tmp_path / "gyre.db") as journal:
+        lane = LaneRecord(LaneId("lane"), RUN, "main", "main", None, 0.0)
+        journal.open_run(RunRecord(RUN, "task", 0.0), lane, "key").result()
+        record(journal, "a", [1], [2], top_p=0.5)
+        record(journal, "b", [1, 2, 3], [4], parent="a", shared=2)
+    main_of("tree", tmp_path, RUN, "--json")
+    found = json.loads(capfdbinary.readouterr().out)
+    assert found["untrained"] == {"sampling": 1} and found["trained_tokens"] == 1
 
 
 def test_an_empty_run_has_an_empty_tree(tmp_path, capfd):

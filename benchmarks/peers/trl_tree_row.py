@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from trees.histories import History
-from trees.rounds import Work, serve
+from trees.rounds import serve
 
 
 def _tree_row() -> Any:
@@ -40,29 +40,31 @@ def samples_of(run: History) -> list[dict[str, Any]]:
     return made
 
 
-def prepare(run: History) -> Work:
-    """Return what folds the samples into a trie."""
-    torch.set_num_threads(1)
-    tree_row, samples = _tree_row(), samples_of(run)
+class Folding:
+    """Samples of a run, folded into a trie time and again. The last trie is kept, to be laid out."""
 
-    def work() -> Mapping[str, Any]:
-        row = tree_row()
-        for sample in samples:
+    def __init__(self, run: History) -> None:
+        torch.set_num_threads(1)
+        self._tree_row, self._samples = _tree_row(), samples_of(run)
+        self._row: Any = None
+
+    def clear(self) -> None:
+        """Let the last trie go."""
+        self._row = None
+
+    def __call__(self) -> Mapping[str, Any]:
+        """Fold the samples."""
+        row = self._row = self._tree_row()
+        for sample in self._samples:
             row.add(sample)
         return {"unique": len(row.tokens)}
 
-    return work
-
-
-def packed(run: History) -> float:
-    """Return the seconds that laying the trie out takes."""
-    row = _tree_row()()
-    for sample in samples_of(run):
-        row.add(sample)
-    started = time.perf_counter()
-    row.pack()
-    return time.perf_counter() - started
+    def pack(self) -> float:
+        """Return the seconds that laying the last trie out takes."""
+        started = time.perf_counter()
+        self._row.pack()
+        return time.perf_counter() - started
 
 
 if __name__ == "__main__":
-    serve(prepare, {"pack": packed})
+    serve(Folding, {"pack": Folding.pack})

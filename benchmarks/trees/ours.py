@@ -11,7 +11,7 @@ from gyre_sdk.records import CallId, VersionSpan
 from gyre_sdk.select import select
 from gyre_sdk.tree import RunTree, SampledCall
 from trees.histories import History
-from trees.rounds import Work, serve
+from trees.rounds import serve
 
 
 def calls_of(run: History) -> list[SampledCall]:
@@ -32,16 +32,18 @@ def calls_of(run: History) -> list[SampledCall]:
     return made
 
 
-def prepare(run: History) -> Work:
-    """Return what builds the tree and selects from it."""
-    calls = calls_of(run)
+class Building:
+    """Builds the tree of a run and selects from it."""
 
-    def work() -> Mapping[str, Any]:
+    def __init__(self, run: History) -> None:
+        self._calls = calls_of(run)
+
+    def __call__(self) -> Mapping[str, Any]:
+        """Build and select."""
         started = time.perf_counter()
-        tree = RunTree.from_calls(calls)
+        tree = RunTree.from_calls(self._calls)
         built = time.perf_counter()
-        taken = select(tree)
-        rows = [(row.ids, row.positions, row.logprobs, row.versions) for row in taken]
+        rows = [(row.ids, row.positions, row.logprobs, row.versions) for row in select(tree)]
         selected = time.perf_counter()
         return {
             "unique": tree.unique_tokens,
@@ -50,19 +52,14 @@ def prepare(run: History) -> Work:
             "selected": selected - built,
         }
 
-    return work
-
-
-def memory(run: History) -> dict[str, int]:
-    """Return the bytes that a tree holds, and the most that were held while it was built, calls not counted."""
-    calls = calls_of(run)
-    tracemalloc.start()
-    tree = RunTree.from_calls(calls)
-    held, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert tree.unique_tokens == run.unique_tokens
-    return {"held": held, "peak": peak}
+    def memory(self) -> dict[str, int]:
+        """Return the bytes that a tree holds, and the most that were held while it was built, calls not counted."""
+        tracemalloc.start()
+        tree = RunTree.from_calls(self._calls)
+        held, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return {"held": held, "peak": peak, "unique": tree.unique_tokens}
 
 
 if __name__ == "__main__":
-    serve(prepare, {"memory": memory})
+    serve(Building, {"memory": Building.memory})

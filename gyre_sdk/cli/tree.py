@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -12,12 +12,12 @@ from rich.text import Text
 from rich.tree import Tree
 
 from gyre_sdk.cli.store import AsJson, Store, json_line, open_store
-from gyre_sdk.credit import seed_of
+from gyre_sdk.credit import CallFacts, Filters, seed_of
 from gyre_sdk.errors import JournalError
 from gyre_sdk.journal import Journal
-from gyre_sdk.records import CallId, RunRecord
+from gyre_sdk.records import CallId, CallRecord, RunRecord
 from gyre_sdk.select import J_MAX, select
-from gyre_sdk.tree import RunTree
+from gyre_sdk.tree import RunTree, SampledCall
 from gyre_sdk.tree.lines import Line, lines
 from gyre_sdk.tree.outline import TreeOutline, outline
 from gyre_sdk.view.escape import count, reward, visible
@@ -39,11 +39,11 @@ def tree(
         record = journal.run(run)
         if record is None:
             raise JournalError(f"run {run!r} is not in {journal.path}; `gyre runs {journal.path}` lists what is")
-        built = RunTree.from_calls(journal.calls(run))
+        built, masks = _built(journal.calls(run))
         given_up = _given_up(journal, built)
     selection = select(built, j_max=j_max or None, seed=seed_of(record.run, seed))
     chosen = [(row.leaf, row.role, row.owned_spans) for row in selection]
-    found = outline(built, chosen, given_up=given_up, with_ids=tokens)
+    found = outline(built, chosen, masks=masks, given_up=given_up, with_ids=tokens)
     if as_json:
         json_line(as_object(record, found))
     else:
@@ -74,6 +74,17 @@ def show(record: RunRecord, found: TreeOutline, *, tokens: bool) -> None:
         branch = above.add(label)
         pending += [(branch, below) for below in reversed(line.below)]
     console.print(drawn, soft_wrap=True)
+
+
+def _built(records: Iterable[CallRecord]) -> tuple[RunTree, dict[CallId, str]]:
+    """Return the tree of calls, and why those are left out that the trainer could not compute again."""
+    built, masks, filters = RunTree(), {}, Filters()
+    for record in records:
+        mask = filters.mask(CallFacts.of(record), lambda version: 0)
+        if mask is not None:
+            masks[record.call] = str(mask)
+        built.insert(SampledCall.from_record(record, excluded=mask is not None))
+    return built, masks
 
 
 def _given_up(journal: Journal, built: RunTree) -> dict[CallId, list[int]]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from gyre_sdk.records import CallId, CallStatus, ForkReason, VersionSpan
+from gyre_sdk.tree.calls import Untrained
 from gyre_sdk.tree.radix import Node
 from gyre_sdk.tree.run import RunTree, Span
 
@@ -47,7 +48,8 @@ class CallOutline(msgspec.Struct, frozen=True):
     trained_in: CallId | None
     """Leaf of the trajectory that owns its sampled tokens; None where none does."""
     untrained: str | None
-    """Why none does: a reason of `gyre_sdk.tree.Untrained`, or `not_selected`. None also for a call that sampled nothing."""
+    """Why none does: a reason of `gyre_sdk.tree.Untrained`, of a mask, or `not_selected`. None also for a call that sampled
+    nothing."""
     given_up: tuple[int, ...] = ()
     """Tokens that each engine attempt had sampled which was given up; they are in no path."""
 
@@ -109,6 +111,7 @@ def outline(
     tree: RunTree,
     chosen: Sequence[tuple[CallId, str, Sequence[Span]]] = (),
     *,
+    masks: Mapping[CallId, str] | None = None,
     given_up: Mapping[CallId, Sequence[int]] | None = None,
     with_ids: bool = False,
 ) -> TreeOutline:
@@ -116,12 +119,16 @@ def outline(
 
     Args:
         chosen: leaf, class and owned spans of each trajectory.
+        masks: call -> why whoever built the tree excluded it.
         given_up: call -> tokens that each of its given-up engine attempts had sampled.
         with_ids: whether nodes tell their token ids.
     """
     nodes, ends = _nodes(tree.roots(), with_ids)
     owner = {span.call: leaf for leaf, _, spans in chosen for span in spans}
-    calls = tuple(_call(tree, call, ends.get(call), owner.get(call), given_up or {}) for call in tree.inserted())
+    calls = tuple(
+        _call(tree, call, ends.get(call), owner.get(call), (masks or {}).get(call), (given_up or {}).get(call, ()))
+        for call in tree.inserted()
+    )
     trained = sum(call.sampled_tokens for call in calls if call.trained_in is not None)
     return TreeOutline(
         raw_tokens=tree.raw_tokens,
@@ -155,10 +162,12 @@ def _nodes(roots: Iterable[Node], with_ids: bool) -> tuple[tuple[NodeOutline, ..
 
 
 def _call(
-    tree: RunTree, call: CallId, node: int | None, owner: CallId | None, given_up: Mapping[CallId, Sequence[int]]
+    tree: RunTree, call: CallId, node: int | None, owner: CallId | None, mask: str | None, given_up: Sequence[int]
 ) -> CallOutline:
     fork, reason, sampled = tree.fork(call), tree.untrained(call), tree.sampled_tokens(call)
-    why = str(reason) if reason is not None else NOT_SELECTED if sampled and owner is None else None
+    why: str | None = NOT_SELECTED if sampled and owner is None else None
+    if reason is not None:
+        why = mask if reason is Untrained.EXCLUDED and mask is not None else str(reason)
     return CallOutline(
         call=call,
         lane=tree.lane(call),
@@ -172,7 +181,7 @@ def _call(
         versions=tree.version_spans(call),
         trained_in=owner,
         untrained=None if owner is not None else why,
-        given_up=tuple(given_up.get(call, ())),
+        given_up=tuple(given_up),
     )
 
 
