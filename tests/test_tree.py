@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tree_inputs import call, case, from_case, recorded_runs, tokens
 
@@ -28,6 +28,7 @@ def shape(tree: RunTree) -> set[tuple[str, tuple[int, ...], tuple[tuple[str, int
     }
 
 
+@settings(deadline=None)
 @given(recorded_runs())
 def test_the_path_of_every_call_is_its_prompt_and_sampled_ids(calls):
     tree = RunTree.from_calls(calls)
@@ -36,6 +37,7 @@ def test_the_path_of_every_call_is_its_prompt_and_sampled_ids(calls):
     assert tree.raw_tokens == sum(len(whole(made)) for made in calls)
 
 
+@settings(deadline=None)
 @given(recorded_runs())
 def test_every_sampling_event_lies_on_some_path_under_its_own_call(calls):
     tree = RunTree.from_calls(calls)
@@ -53,6 +55,7 @@ def test_every_sampling_event_lies_on_some_path_under_its_own_call(calls):
     assert len(owned) == sum(len(made.sampled_ids) for made in calls)
 
 
+@settings(deadline=None)
 @given(recorded_runs(max_calls=6), st.randoms(use_true_random=False))
 def test_arrival_order_changes_no_path(calls, shuffler):
     reference = RunTree.from_calls(calls)
@@ -65,6 +68,7 @@ def test_arrival_order_changes_no_path(calls, shuffler):
     assert [other.parent(made) for made in other.calls()] == [reference.parent(made) for made in reference.calls()]
 
 
+@settings(deadline=None)
 @given(recorded_runs())
 def test_a_parent_is_the_longest_whole_call_that_the_prompt_starts_with(calls):
     tree = RunTree.from_calls(calls)
@@ -83,6 +87,7 @@ def test_a_parent_is_the_longest_whole_call_that_the_prompt_starts_with(calls):
             assert parent == made.parent
 
 
+@settings(deadline=None)
 @given(recorded_runs())
 def test_the_tree_is_a_radix_tree(calls):
     tree = RunTree.from_calls(calls)
@@ -105,6 +110,7 @@ def test_the_tree_is_a_radix_tree(calls):
     assert seen == tree.unique_tokens
 
 
+@settings(deadline=None)
 @given(recorded_runs())
 def test_candidates_lose_no_target(calls):
     """Cutting off rejected branches leaves every target on some candidate path, and keeps no rejected answer as leaf."""
@@ -117,6 +123,7 @@ def test_candidates_lose_no_target(calls):
         assert tree.untrained(leaf) is None or not tree.sampled_tokens(leaf)
 
 
+@settings(deadline=None)
 @given(recorded_runs())
 def test_an_insertion_reports_what_was_new(calls):
     tree, before = RunTree(), 0

@@ -52,7 +52,7 @@ def test_a_recorded_parent_that_the_tokens_do_not_extend_is_a_fork_of_unknown_re
     assert RunTree.from_calls([call("b", [1, 2, 9], [4], parent="gone")]).fork(CallId("b")) is None
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(recorded_runs(max_calls=6))
 def test_shared_is_the_longest_common_prefix(calls):
     tree = RunTree.from_calls(calls)
@@ -165,7 +165,7 @@ def test_the_undelivered_sample_is_kept_as_an_orphan():
     assert sum(row.targets for row in select(tree)) == found["expected"]["undelivered_variant"]["loss_terms"]
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(recorded_runs(max_calls=6), st.data())
 def test_settled_calls_are_as_if_they_had_come_so(calls, data):
     """Calls are inserted when their answer is complete; what became of them is told later, in any order."""

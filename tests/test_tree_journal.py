@@ -70,7 +70,7 @@ def everything(tree: RunTree, seed: int) -> list[object]:
     return [told, chosen, tree.candidates(), tree.leaves(), tree.unique_tokens, tree.raw_tokens]
 
 
-@settings(max_examples=12)
+@settings(max_examples=12, deadline=None)
 @given(calls=recorded_runs(max_calls=6), seed=st.integers(0, 2**31))
 def test_rebuilt_from_the_store_equals_grown_call_by_call(folder, calls, seed):
     shuffler = random.Random(seed)

@@ -34,7 +34,7 @@ def everywhere(found: Sequence[Line]) -> Iterator[tuple[int, Line]]:
         pending += [(depth + 1, below) for below in line.below]
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(routed_runs())
 def test_an_outline_holds_the_whole_tree(calls):
     tree, found = told(calls)
@@ -57,7 +57,7 @@ def test_an_outline_holds_the_whole_tree(calls):
     assert found.sampled_tokens == sum(len(made.sampled_ids) for made in calls)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(recorded_runs())
 def test_an_outline_says_of_every_call_where_it_is_trained_or_why_not(calls):
     tree, found = told(calls)
@@ -78,7 +78,7 @@ def test_an_outline_says_of_every_call_where_it_is_trained_or_why_not(calls):
     assert found.trained_tokens == sum(chosen.owned for chosen in found.trajectories)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(recorded_runs())
 def test_nodes_do_not_depend_on_arrival(calls):
     nodes = [
@@ -87,7 +87,7 @@ def test_nodes_do_not_depend_on_arrival(calls):
     assert nodes[0] == nodes[1]
 
 
-@settings(max_examples=80)
+@settings(max_examples=80, deadline=None)
 @given(recorded_runs(max_calls=12))
 def test_every_call_is_in_one_line_and_lines_are_not_deep(calls):
     _, found = told(calls)

@@ -40,7 +40,7 @@ def computed(calls: list[SampledCall]) -> int:
     return sum(max(1, len(onward)) for onward in ahead.values())
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(routed_runs(), st.randoms(use_true_random=False))
 def test_routes_part_what_tokens_do_not(calls, shuffler):
     """Paths are exact, tokens are merged where routes agree and only there, and arrival changes nothing."""
