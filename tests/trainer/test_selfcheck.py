@@ -132,6 +132,7 @@ def test_a_wrong_executor_never_trains(caplog: pytest.LogCaptureFixture) -> None
     assert checked.name == "flat"
     [record] = caplog.records
     assert "one pass is not exact for Qwen3ForCausalLM" in record.getMessage()
+    assert "goes on with flat" in record.getMessage()
 
 
 def test_an_executor_that_refuses_a_model_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
@@ -144,6 +145,32 @@ def test_an_executor_that_refuses_a_model_is_replaced(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING, logger="gyre.trainer"):
         checked.forward_backward(branching_rows(), objective)
     assert checked.name == "flat" and "it cannot" in caplog.text
+
+
+def test_a_replacement_is_compared_too(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model()
+    flat = FlatExecutor(model)
+    second = Checked(OnePass(model, "no mask"), flat, model, Budget())
+    first = Checked(OnePass(model, "siblings are seen"), flat, model, Budget(), instead=second)
+    flat.forward_backward(branching_rows(), objective)
+    wanted = gradient(model)
+    for _ in range(2):
+        model.zero_grad()
+        first.forward_backward(branching_rows(), objective)
+        assert first.name == "flat" and relative(gradient(model), wanted) < 1e-6
+    assert len(caplog.records) == 2
+
+
+def test_running_out_of_memory_is_not_taken_for_a_mistake() -> None:
+    class Full(OnePass):
+        def forward_backward(self, rows: Sequence[Row], objective: Objective) -> Scores:
+            raise torch.OutOfMemoryError("no room")
+
+    model = tiny_model()
+    checked = Checked(Full(model), FlatExecutor(model), model, Budget())
+    with pytest.raises(torch.OutOfMemoryError):
+        checked.forward_backward(branching_rows(), objective)
+    assert checked.name == "one pass"
 
 
 def test_a_branch_is_compared_when_the_first_one_comes() -> None:

@@ -82,13 +82,13 @@ class Pass:
 
 
 @contextmanager
-def attending(model: Any) -> Iterator[None]:
-    """Let a model attend over forests, backward passes included."""
+def attending(model: Any, attention: str = NAME) -> Iterator[None]:
+    """Let a model attend by a registered function, by default over forests; backward passes included."""
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     before = [(config, config._attn_implementation_internal) for config in configs.values() if _has_attention(config)]
     try:
         for config, _ in before:
-            config._attn_implementation_internal = NAME
+            config._attn_implementation_internal = attention
         yield
     finally:
         for config, name in before:
@@ -99,7 +99,7 @@ def _has_attention(config: Any) -> bool:
     return hasattr(config, "_attn_implementation_internal")
 
 
-def _window_for_mask(*, local_size: int | None = None, **_: Any) -> Tensor | None:
+def window_for_mask(*, local_size: int | None = None, **_: Any) -> Tensor | None:
     """Stand where transformers builds a mask: answer the window of the layers that it is for."""
     return None if local_size is None else torch.tensor(local_size)
 
@@ -148,7 +148,7 @@ def _attention(
 
 
 AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, _window_for_mask)
+AttentionMaskInterface.register(NAME, window_for_mask)
 
 
 @dataclass(frozen=True, slots=True)

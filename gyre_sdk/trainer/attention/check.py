@@ -121,6 +121,7 @@ class Checked:
         budget: Budget,
         tolerance: Tolerance | None = None,
         *,
+        instead: Executor | None = None,
         tokens: int = 8192,
     ) -> None:
         """Keep both.
@@ -131,10 +132,13 @@ class Checked:
             model: whose gradients are compared.
             budget: of the executor.
             tolerance: by default that of the dtype in which the model computes.
+            instead: takes over if the executor is not exact; by default the reference.
             tokens: most tokens of a comparison, where it can be had with fewer rows of a unit.
         """
         self._executor = executor
         self._reference = reference
+        self._instead = reference if instead is None else instead
+        self._given_up = False
         self._model = model
         self._budget = budget
         self._tokens = tokens
@@ -158,7 +162,7 @@ class Checked:
         return self._executor.forward_backward(rows, objective)
 
     def _check(self, rows: Sequence[Row]) -> None:
-        if self._executor is self._reference or not any(len(row.targets) for row in rows):
+        if self._given_up or not any(len(row.targets) for row in rows):
             return
         new = news(rows, self._budget, self._window) - self._proven
         if not new:
@@ -166,7 +170,9 @@ class Checked:
         chosen = self._sample(rows, new)
         try:
             difference = compare(self._executor, self._reference, self._model, chosen)
-        except TrainerError as error:
+        except torch.OutOfMemoryError:
+            raise
+        except (TrainerError, RuntimeError) as error:  # a kernel that this device or shape has not
             self._fall_back(str(error))
             return
         if difference.within(self._tolerance):
@@ -191,13 +197,13 @@ class Checked:
 
     def _fall_back(self, reason: str) -> None:
         _log.warning(
-            "the executor %s is not exact for %s: %s. Training goes on with flat, which is slower; set executor = "
-            '"flat" to silence this, and please report it',
+            "the executor %s is not exact for %s: %s. Training goes on with %s, which may be slower; please report it",
             self._executor.name,
             type(self._model).__name__,
             reason,
+            self._instead.name,
         )
-        self._executor = self._reference
+        self._executor, self._given_up = self._instead, True
 
 
 def _uneven(count: int) -> Objective:

@@ -20,6 +20,7 @@ from gyre_sdk.trainer.attention.check import Checked
 from gyre_sdk.trainer.attention.dfs import DfsExecutor
 from gyre_sdk.trainer.attention.executor import Executor, Objective, Scores
 from gyre_sdk.trainer.attention.flat import FlatExecutor, plan
+from gyre_sdk.trainer.attention.flex import FlexExecutor
 from gyre_sdk.trainer.attention.gather import GatherExecutor
 from gyre_sdk.trainer.attention.head import separated
 from gyre_sdk.trainer.attention.layout import groups, plant
@@ -59,12 +60,21 @@ def choose(model: Any, wanted: Wanted = "auto", budget: Budget | None = None) ->
             f"executor = {wanted!r} would not be exact for {type(base).__name__}: {'; '.join(reasons)}. "
             'Set executor = "auto" or "flat"'
         )
-    match wanted:
-        case "gather":
-            return Checked(GatherExecutor(model, budget), flat, model, budget)
-        case "dfs":
-            return Checked(DfsExecutor(model, budget), flat, model, budget)
-    return Auto(model, flat, budget)
+    if wanted == "auto":
+        return Auto(model, flat, budget)
+    return _packed(model, flat, budget) if wanted == "gather" else _walked(model, flat, budget)
+
+
+def _packed(model: Any, flat: FlatExecutor, budget: Budget) -> Executor:
+    """Return the executor of one pass: with a fused kernel where there is one, and without where that is not exact."""
+    packed = Checked(GatherExecutor(model, budget), flat, model, budget)
+    if next(model.parameters()).device.type != "cuda":
+        return packed
+    return Checked(FlexExecutor(model, budget), flat, model, budget, instead=packed)
+
+
+def _walked(model: Any, flat: FlatExecutor, budget: Budget) -> Executor:
+    return Checked(DfsExecutor(model, budget), flat, model, budget)
 
 
 class Auto:
@@ -77,8 +87,8 @@ class Auto:
         self._budget = budget
         self._executors: dict[str, Executor] = {
             "flat": flat,
-            "gather": Checked(GatherExecutor(model, budget), flat, model, budget),
-            "dfs": Checked(DfsExecutor(model, budget), flat, model, budget),
+            "gather": _packed(model, flat, budget),
+            "dfs": _walked(model, flat, budget),
         }
 
     def forward(self, rows: Sequence[Row]) -> Scores:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from gyre_sdk.trainer.attention.attend import attending, window_for_mask
 from gyre_sdk.trainer.attention.policy import supports
 
 _NAME = "gyre_recording"
@@ -101,7 +102,7 @@ def observe(model: Any) -> Observed:
     changed_BT = ids_BT.clone()
     changed_BT[0, 0] = 1
     record = _Record()
-    with torch.no_grad(), _resting(model), _attending(model, record):
+    with torch.no_grad(), _resting(model), attending(model, _NAME), _written(record):
         inputs = {"use_cache": False, "gyre_record": record}
         plain_TV = model(input_ids=ids_BT, **inputs).logits[0].double()
         calls = tuple(record.calls)
@@ -148,26 +149,18 @@ def _own_value(
     return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous(), None
 
 
-def _window_as_mask(*, local_size: int | None = None, **_: Any) -> Tensor | None:
-    return None if local_size is None else torch.tensor(local_size)
-
-
 AttentionInterface.register(_NAME, _own_value)
-AttentionMaskInterface.register(_NAME, _window_as_mask)
+AttentionMaskInterface.register(_NAME, window_for_mask)
 
 
 @contextmanager
-def _attending(model: Any, record: _Record) -> Iterator[None]:
-    """Let a model call the recording function, and write down what it is called with."""
-    text = model.config.get_text_config()
-    before = text._attn_implementation_internal
-    text._attn_implementation_internal = _NAME
+def _written(record: _Record) -> Iterator[None]:
+    """Have the recording function write here."""
     _reading.append(record)
     try:
         yield
     finally:
         _reading.pop()
-        text._attn_implementation_internal = before
 
 
 @contextmanager
