@@ -1,6 +1,6 @@
 """Attention over a forest, put into a transformers model: it takes the place of SDPA for the length of a pass.
 
-Shapes: U packed tokens, H heads, J K/V heads, D head size, E value size, P rows of K/V from before, all with batch B = 1.
+Shapes: U packed tokens, H heads, J K/V heads, N keys of a block, D head size, all with batch B = 1.
 
 A model is told about the forest by the keyword `gyre_pass`, which transformers hands through to its attention. The mask
 that it builds is no mask here, but the window of the layer.
@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from gyre_sdk.errors import TrainerError
 from gyre_sdk.trainer.attention.blocks import Block, blocks
-from gyre_sdk.trainer.attention.kernels import Scoring, Shape
+from gyre_sdk.trainer.attention.kernels import CAUSAL, Scoring, Seen
 from gyre_sdk.trainer.attention.layout import Forest
 
 NAME = "gyre_forest"
@@ -33,15 +34,15 @@ class Rows:
 
     __slots__ = ("keys", "keys_slope", "values", "values_slope")
 
-    def __init__(self, k_BJUD: Tensor, v_BJUE: Tensor, length: int) -> None:
+    def __init__(self, k_BJUD: Tensor, v_BJUD: Tensor, length: int) -> None:
         """Make room for `length` positions like those of k and v."""
 
         def room(like: Tensor, dtype: torch.dtype) -> Tensor:
             size = (like.shape[0], length, like.shape[1], like.shape[3])
             return torch.zeros(size, dtype=dtype, device=like.device).transpose(1, 2)
 
-        self.keys, self.values = room(k_BJUD, k_BJUD.dtype), room(v_BJUE, v_BJUE.dtype)
-        self.keys_slope, self.values_slope = room(k_BJUD, _wide(k_BJUD.dtype)), room(v_BJUE, _wide(v_BJUE.dtype))
+        self.keys, self.values = room(k_BJUD, k_BJUD.dtype), room(v_BJUD, v_BJUD.dtype)
+        self.keys_slope, self.values_slope = room(k_BJUD, _wide(k_BJUD.dtype)), room(v_BJUD, _wide(v_BJUD.dtype))
 
 
 @dataclass
@@ -118,7 +119,7 @@ def _attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention's output (B, U, H, E), for transformers' `AttentionInterface`."""
+    """Return the attention's output (B, U, H, D), for transformers' `AttentionInterface`."""
     if gyre_pass is None:
         raise TrainerError(
             f"{type(module).__name__} was not handed `gyre_pass`: its model does not pass keywords on to its attention; "
@@ -135,16 +136,18 @@ def _attention(
     dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     if torch.is_autocast_enabled(query.device.type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(query.device.type)
-    q_BHUD, k_BJUD, v_BJUE = query.to(dtype), key.to(dtype), value.to(dtype)
+    # Heads of keys and of values may differ in size (latent attention); the kernels know one, and zeros change nothing.
+    scale, size = query.shape[-1] ** -0.5 if scaling is None else scaling, value.shape[-1]
+    width = max(query.shape[-1], size)
+    q_BHUD, k_BJUD, v_BJUD = (_sized(x.to(dtype), width) for x in (query, key, value))
     rows = None
     if gyre_pass.path is not None:
         rows = gyre_pass.path.layers.get(module)
         if rows is None:
-            rows = gyre_pass.path.layers[module] = Rows(k_BJUD, v_BJUE, gyre_pass.path.length)
-    scoring = Scoring(q_BHUD.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
-    call = _Call(gyre_pass.blocks(window), scoring, rows, gyre_pass.before, gyre_pass.kept)
-    out_BHUE: Tensor = _Attention.apply(q_BHUD, k_BJUD, v_BJUE, call)
-    return out_BHUE.transpose(1, 2).contiguous(), None
+            rows = gyre_pass.path.layers[module] = Rows(k_BJUD, v_BJUD, gyre_pass.path.length)
+    call = _Call(gyre_pass.blocks(window), Scoring(scale, softcap), rows, gyre_pass.before, gyre_pass.kept)
+    out_BHUD: Tensor = _Attention.apply(q_BHUD, k_BJUD, v_BJUD, call)
+    return out_BHUD[..., :size].transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, _attention)
@@ -159,48 +162,48 @@ class _Call:
     before: int
     kept: int
 
-    def keys(self, k_BJUD: Tensor, v_BJUE: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    def keys(self, k_BJUD: Tensor, v_BJUD: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Return the K and V of a block."""
         if block.key < self.before:
             assert self.rows is not None
-            k_BJUD, v_BJUE, start = self.rows.keys, self.rows.values, 0
+            k_BJUD, v_BJUD, start = self.rows.keys, self.rows.values, 0
         else:
             start = self.before
         part = slice(block.key - start, block.key_stop - start)
-        return k_BJUD[:, :, part], v_BJUE[:, :, part]
+        return k_BJUD[:, :, part], v_BJUD[:, :, part]
 
 
 class _Attention(torch.autograd.Function):
     """All blocks of a layer. Nothing is kept for the backward pass beside q, k, v, the output and its log-sum-exp."""
 
     @staticmethod
-    def forward(ctx: Any, q_BHUD: Tensor, k_BJUD: Tensor, v_BJUE: Tensor, call: _Call) -> Tensor:
+    def forward(ctx: Any, q_BHUD: Tensor, k_BJUD: Tensor, v_BJUD: Tensor, call: _Call) -> Tensor:
         if call.rows is not None and call.kept:
             stretch = slice(call.before, call.before + call.kept)
             call.rows.keys[:, :, stretch] = k_BJUD[:, :, : call.kept]
-            call.rows.values[:, :, stretch] = v_BJUE[:, :, : call.kept]
-        out_BHUE, lse_BHU = _forward(q_BHUD, k_BJUD, v_BJUE, call)
-        ctx.save_for_backward(q_BHUD, k_BJUD, v_BJUE, out_BHUE, lse_BHU)
+            call.rows.values[:, :, stretch] = v_BJUD[:, :, : call.kept]
+        out_BHUD, lse_BHU = _forward(q_BHUD, k_BJUD, v_BJUD, call)
+        ctx.save_for_backward(q_BHUD, k_BJUD, v_BJUD, out_BHUD, lse_BHU)
         ctx.call = call
-        return out_BHUE
+        return out_BHUD
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope_BHUE: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q_BHUD, k_BJUD, v_BJUE, out_BHUE, lse_BHU = ctx.saved_tensors
+    def backward(ctx: Any, slope_BHUD: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q_BHUD, k_BJUD, v_BJUD, out_BHUD, lse_BHU = ctx.saved_tensors
         call: _Call = ctx.call
-        dq, dk, dv = (torch.empty_like(x, dtype=_wide(x.dtype)) for x in (q_BHUD, k_BJUD, v_BJUE))
+        dq, dk, dv = (torch.empty_like(x, dtype=_wide(x.dtype)) for x in (q_BHUD, k_BJUD, v_BJUD))
         for block in call.blocks:
             queries = slice(block.query, block.query_stop)
-            k_BJND, v_BJNE = call.keys(k_BJUD, v_BJUE, block)
+            k_BJND, v_BJND = call.keys(k_BJUD, v_BJUD, block)
             part_q, part_k, part_v = call.scoring.backward(
-                slope_BHUE[:, :, queries],
+                slope_BHUD[:, :, queries],
                 q_BHUD[:, :, queries],
                 k_BJND,
-                v_BJNE,
-                out_BHUE[:, :, queries],
+                v_BJND,
+                out_BHUD[:, :, queries],
                 lse_BHU[:, :, queries],
-                Shape(block.causal, block.band),
+                _seen(block),
             )
             if block.causal:  # the first to touch these rows
                 dq[:, :, queries], dk[:, :, queries], dv[:, :, queries] = part_q, part_k, part_v
@@ -218,27 +221,35 @@ class _Attention(torch.autograd.Function):
             stretch = slice(call.before, call.before + call.kept)
             dk[:, :, : call.kept] += call.rows.keys_slope[:, :, stretch]
             dv[:, :, : call.kept] += call.rows.values_slope[:, :, stretch]
-        return dq.to(q_BHUD.dtype), dk.to(k_BJUD.dtype), dv.to(v_BJUE.dtype), None
+        return dq.to(q_BHUD.dtype), dk.to(k_BJUD.dtype), dv.to(v_BJUD.dtype), None
 
 
-def _forward(q_BHUD: Tensor, k_BJUD: Tensor, v_BJUE: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+def _forward(q_BHUD: Tensor, k_BJUD: Tensor, v_BJUD: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
     size = (q_BHUD.shape[0], q_BHUD.shape[2], q_BHUD.shape[1])
     wide = _wide(q_BHUD.dtype)
     # in the order in which the model wants them: token by token
-    out_BHUE = q_BHUD.new_empty((*size, v_BJUE.shape[-1]), dtype=wide).transpose(1, 2)
+    out_BHUD = q_BHUD.new_empty((*size, v_BJUD.shape[-1]), dtype=wide).transpose(1, 2)
     lse_BHU = q_BHUD.new_empty(size, dtype=wide).transpose(1, 2)
     for block in call.blocks:
         queries = slice(block.query, block.query_stop)
-        k_BJND, v_BJNE = call.keys(k_BJUD, v_BJUE, block)
-        part, part_lse = call.scoring.forward(q_BHUD[:, :, queries], k_BJND, v_BJNE, Shape(block.causal, block.band))
+        k_BJND, v_BJND = call.keys(k_BJUD, v_BJUD, block)
+        part, part_lse = call.scoring.forward(q_BHUD[:, :, queries], k_BJND, v_BJND, _seen(block))
         if block.causal:
-            out_BHUE[:, :, queries], lse_BHU[:, :, queries] = part, part_lse
+            out_BHUD[:, :, queries], lse_BHU[:, :, queries] = part, part_lse
             continue
         so_far = lse_BHU[:, :, queries]
         share = torch.sigmoid(part_lse - so_far)  # exp(part_lse) / (exp(part_lse) + exp(so_far))
-        out_BHUE[:, :, queries].lerp_(part.to(wide), share[..., None])
+        out_BHUD[:, :, queries].lerp_(part.to(wide), share[..., None])
         so_far.copy_(torch.logaddexp(so_far, part_lse))
-    return out_BHUE.to(q_BHUD.dtype), lse_BHU
+    return out_BHUD.to(q_BHUD.dtype), lse_BHU
+
+
+def _sized(x_BHUD: Tensor, width: int) -> Tensor:
+    return x_BHUD if x_BHUD.shape[-1] == width else pad(x_BHUD, (0, width - x_BHUD.shape[-1]))
+
+
+def _seen(block: Block) -> Seen:
+    return CAUSAL if block.causal else Seen(first=block.band)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
