@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from gyre_sdk.errors import TrainerError
+from gyre_sdk.errors import SettingsError, TrainerError
 from gyre_sdk.trainer.config import PolicyConfig
 
 _ADAPTER = "adapter_config.json"
@@ -20,11 +21,15 @@ def load_policy(config: PolicyConfig, checkpoint: Path | None = None) -> Any:
 
     Raises:
         TrainerError: the folder does not hold such a model.
+        SettingsError: 4-bit weights are asked for where they cannot be had.
     """
     disable_progress_bar()
+    quantization = _four_bits() if config.lora is not None and config.lora.load_in_4bit else {}
     source = config.model if checkpoint is None or config.lora is not None else checkpoint
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, **{"dtype": torch.float32, "local_files_only": True, **quantization}
+        )
     except (OSError, ValueError, KeyError) as error:
         raise TrainerError(f"no causal language model can be loaded from {source}: {error}") from error
     model.config.use_cache = False
@@ -34,8 +39,10 @@ def load_policy(config: PolicyConfig, checkpoint: Path | None = None) -> Any:
                 f"{checkpoint} holds adapters, but policy.lora is not set; set it again, or start with a new output.dir"
             )
         return model
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 
+    if quantization:
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if checkpoint is not None:
         if not (checkpoint / _ADAPTER).is_file():
             raise TrainerError(
@@ -53,3 +60,27 @@ def load_policy(config: PolicyConfig, checkpoint: Path | None = None) -> Any:
             target_modules=lora.target_modules,
         ),
     )
+
+
+def _four_bits() -> dict[str, Any]:
+    """Return how a model is loaded with its weights in 4 bits (NF4, arXiv:2305.14314).
+
+    Raises:
+        SettingsError: bitsandbytes or a GPU is not there.
+    """
+    if find_spec("bitsandbytes") is None:
+        raise SettingsError(
+            "policy.lora.load_in_4bit = true needs the package bitsandbytes, which is not installed: pip install"
+            " bitsandbytes, or set it to false"
+        )
+    if not torch.cuda.is_available():
+        raise SettingsError("policy.lora.load_in_4bit = true needs a GPU, and torch sees none; set it to false")
+    from transformers import BitsAndBytesConfig
+
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_use_double_quant=True,
+    )
+    return {"quantization_config": settings, "dtype": torch.bfloat16, "device_map": {"": torch.cuda.current_device()}}
