@@ -196,8 +196,12 @@ class ServiceClient:
         return found
 
     def set_replicas(self, replicas: list[dict[str, Any]]) -> None:
-        """Set the table of replicas: `url` and `version` each."""
+        """Set the table of replicas: `url` and `version` each, and `model` where requests must name one."""
         self._send("PUT", "/replicas", {"replicas": replicas})
+
+    def drain(self, url: str, *, seconds: float) -> None:
+        """Send a replica nothing new until it is announced again; what runs there is moved after `seconds`."""
+        self._send("POST", "/replicas/drain", {"url": url, "seconds": seconds}, timeout=seconds + 30.0)
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> bytes:
         content = None if body is None else msgspec.json.encode(body)

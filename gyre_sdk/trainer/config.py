@@ -254,9 +254,9 @@ class EngineConfig(msgspec.Struct, frozen=True):
 
     kind: Literal["embedded", "vllm"] = "embedded"
     url: str | None = None
-    """Of a running vLLM server; rollouts only."""
+    """Of a running vLLM server, started as the guide's section on publication says; None: gyre starts the engine."""
     publish: bool = True
-    """Publish new weights; must be false with `vllm` for now."""
+    """Publish new weights. False: rollouts and evaluation only, with whatever the server serves."""
     port: NotNegative = 0
     """0 takes a free one."""
     threads: NotNegative = 1
@@ -266,18 +266,18 @@ class EngineConfig(msgspec.Struct, frozen=True):
     options: list[str] = []
     """Further arguments of the engine's command line."""
     transport: Literal["auto", "file", "lora", "nccl"] = "auto"
-    """How weights reach the engine: a file in shared memory, adapter files, or NCCL. `auto` takes what fits the policy."""
+    """How weights reach the engine: `file` in shared memory, `lora` as adapter files, or `nccl` from GPU to GPU. `auto`:
+    `lora` for vLLM and a policy with adapters, else `file`."""
     python: Path | None = None
-    """Python of the environment that vLLM is installed in; gyre starts the server with it."""
+    """Python of the environment that vLLM and gyre-sdk are installed in; gyre starts the server with it. None: its own."""
 
     def __post_init__(self) -> None:
-        if self.kind == "vllm" and self.publish:
+        if self.url is not None and self.kind != "vllm":
+            raise ValueError("url belongs to kind = 'vllm', for example url = 'http://127.0.0.1:8000'")
+        if self.kind == "embedded" and self.transport not in ("auto", "file"):
             raise ValueError(
-                "publication to vllm is not there yet: set engine.publish = false (rollouts and evaluation only), or"
-                " engine.kind = 'embedded' to train"
+                f"transport = {self.transport!r} belongs to kind = 'vllm'; the embedded engine reads files"
             )
-        if (self.kind == "vllm") != (self.url is not None):
-            raise ValueError("url belongs to kind = 'vllm': give both, for example url = 'http://127.0.0.1:8000'")
 
 
 class ProxyConfig(msgspec.Struct, frozen=True):
@@ -319,6 +319,10 @@ class TrainerConfig(msgspec.Struct, frozen=True):
     train: TrainConfig = TrainConfig()
     engine: EngineConfig = EngineConfig()
     proxy: ProxyConfig = ProxyConfig()
+
+    def __post_init__(self) -> None:
+        if self.engine.transport == "lora" and self.policy.lora is None:
+            raise ValueError("engine.transport = 'lora' publishes adapters: set policy.lora, or transport = 'file'")
 
 
 def load_config(path: Path | str, overrides: list[str] | dict[str, Any] | None = None) -> TrainerConfig:

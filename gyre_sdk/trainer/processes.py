@@ -1,8 +1,8 @@
 """Supervised child processes: the engine and the proxy.
 
 A child runs on a leash (`leash.py`), in its own process group, with its output in a log file. It is ready when it
-prints its ready line, which names its URL. One that dies is started again on the same port, so that the retries of
-agents reach it, at most `RESTARTS` times in `WINDOW` seconds.
+prints its ready line, which names its URL, or answers its health check. One that dies is started again on the same
+port, so that the retries of agents reach it, at most `RESTARTS` times in `WINDOW` seconds.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gyre_sdk.errors import TrainerError
@@ -46,10 +48,18 @@ class ChildSpec:
     command: Callable[[int], list[str]]
     """Port -> module and arguments. 0 for the first start: any free one."""
     ready: str
-    """Start of the ready line; the URL follows it."""
+    """Start of the ready line; the URL follows it. With `/` at its start: path of a health check that then answers 200."""
     log: Path
     port: int = 0
     """Port of the first start."""
+    python: Path | None = None
+    """What runs it, with gyre-sdk installed; None: what runs this process."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to this process's."""
+    patience: float = _READY_TIMEOUT
+    """Seconds that it may take to be ready."""
+    on_death: Callable[[str], None] = lambda url: None
+    """Called with the URL when one that was ready has died, before it is started again."""
     on_ready: Callable[[str], None] = lambda url: None
     """Called with the URL after every start but the first, before the child counts as ready."""
 
@@ -123,6 +133,7 @@ class Child:
                     )
                 _log.warning("the %s ended with %s and is started again", self.spec.name, _reason(status))
                 self._end_group()
+                self.spec.on_death(self.url)
                 if not self._launch(again=True):
                     continue  # it died while it started: counted like any other death
                 self.spec.on_ready(self.url)
@@ -138,15 +149,24 @@ class Child:
 
     def _launch(self, *, again: bool = False) -> bool:
         """Start the process and wait until it is ready; False when it died before, and it is not the first start."""
+        if self.spec.ready.startswith("/") and not self._port:
+            self._port = _free_port()  # what announces itself by no line is told where to listen
         self.spec.log.parent.mkdir(parents=True, exist_ok=True)
         with self.spec.log.open("ab") as log:
             seen = log.seek(0, os.SEEK_END)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "gyre_sdk.trainer.leash", *self.spec.command(self._port)],
+                [
+                    str(self.spec.python or sys.executable),
+                    "-m",
+                    "gyre_sdk.trainer.leash",
+                    *self.spec.command(self._port),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                env={name: value for name, value in os.environ.items() if name not in _PLACE}
+                | dict(self.spec.environment),
             )
         url = self._wait_ready(seen, again)
         if url is None:
@@ -160,14 +180,11 @@ class Child:
     def _wait_ready(self, seen: int, again: bool) -> str | None:
         process = self._process
         assert process is not None
-        line = re.compile(re.escape(self.spec.ready).encode() + rb"\s+(\S+)")
-        give_up = time.monotonic() + _READY_TIMEOUT
+        give_up = time.monotonic() + self.spec.patience
         while not self._stopping.wait(_POLL):
-            with self.spec.log.open("rb") as log:
-                log.seek(seen)
-                found = line.search(log.read())
-            if found:
-                return found.group(1).decode().rstrip("/")
+            url = self._announced(seen)
+            if url is not None:
+                return url
             status = process.poll()
             if status is not None:
                 if again:
@@ -178,10 +195,26 @@ class Child:
                 )
             if time.monotonic() > give_up:
                 raise TrainerError(
-                    f"the {self.spec.name} was not ready after {_READY_TIMEOUT:.0f} s; see {self.spec.log}:\n"
+                    f"the {self.spec.name} was not ready after {self.spec.patience:.0f} s; see {self.spec.log}:\n"
                     f"{_tail(self.spec.log)}"
                 )
         raise TrainerError(f"the {self.spec.name} was stopped while it started")
+
+    def _announced(self, seen: int) -> str | None:
+        """Return the URL of a child that is ready."""
+        if self.spec.ready.startswith("/"):
+            url = f"http://127.0.0.1:{self._port}"
+            try:
+                with urllib.request.urlopen(url + self.spec.ready, timeout=2.0):
+                    return url
+            except OSError:
+                self._stopping.wait(10 * _POLL)
+                return None
+        line = re.compile(re.escape(self.spec.ready).encode() + rb"\s+(\S+)")
+        with self.spec.log.open("rb") as log:
+            log.seek(seen)
+            found = line.search(log.read())
+        return found.group(1).decode().rstrip("/") if found else None
 
     def _end_group(self) -> None:
         process = self._process
@@ -197,6 +230,12 @@ class Child:
         process.wait()
         if process.stdin is not None:
             process.stdin.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:

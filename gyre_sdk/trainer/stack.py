@@ -32,13 +32,15 @@ from gyre_sdk.journal import Journal
 from gyre_sdk.records import RunResult
 from gyre_sdk.trainer.checkpoints import whole
 from gyre_sdk.trainer.config import TrainerConfig
+from gyre_sdk.trainer.engines import vllm
 from gyre_sdk.trainer.feed import CallFeed
 from gyre_sdk.trainer.ledger import Ledger, Recovery, VersionPublished, recover
 from gyre_sdk.trainer.processes import Child, ChildSpec
 from gyre_sdk.trainer.publish import Publisher
 from gyre_sdk.trainer.rollouts import cancel_orphans
 from gyre_sdk.trainer.tasks import load_agent, load_tasks
-from gyre_sdk.trainer.weights import PolicyFiles, WeightFolder, full_weights
+from gyre_sdk.trainer.transports import Transport, choose, make
+from gyre_sdk.trainer.weights import PolicyFiles, WeightFolder
 
 _log = logging.getLogger("gyre.trainer")
 _SWITCH_INTERVAL = 0.0005
@@ -161,17 +163,24 @@ class Stack:
         self.pool = self._cleanup.enter_context(WorkspacePool(config.rollout.workspace, recycle=config.rollout.recycle))
         folder = WeightFolder(config.policy.model, config.output.dir, _weights_size(config.policy.model))
         self._cleanup.callback(folder.remove)
-        start = self._starting_policy(folder)
-        self.publisher = Publisher(self.ledger, folder, start, observer=self.observer, check=self.check)
-        engine = self._child(self._engine()) if config.engine.url is None else None
+        transport = make(choose(config), folder, config.policy.model, _identity(config.output.dir))
+        start = self._starting_policy(transport)
+        self.publisher = Publisher(
+            self.ledger, folder, start, observer=self.observer, transport=transport, check=self.check
+        )
+        self._cleanup.callback(self.publisher.close)
+        engine = self._child(self._engine(transport.name)) if config.engine.url is None else None
         key = secrets.token_urlsafe(32)
         proxy = self._child(self._proxy(key))
         if config.engine.publish:
             importlib.import_module("gyre_sdk.trainer.trainer")  # loads torch and trl while the processes start
         replica = engine.wait() if engine is not None else str(config.engine.url)
         self.service = self._cleanup.enter_context(ServiceClient(proxy.wait(), key))
-        self.publisher.connect([replica.rstrip("/")], self.service)
-        self.publisher.route()
+        self.publisher.connect([replica], self.service, watch=engine is None and config.engine.publish)
+        if config.engine.publish:
+            self.publisher.start()
+        else:
+            self.service.set_replicas([{"url": replica, "version": start.version}])
         feed = CallFeed(self.journal, self.observer)
         feed.start()
         self._cleanup.callback(feed.stop)
@@ -188,11 +197,11 @@ class Stack:
                 f"output.dir = {str(path.parent)!r} is in use by another trainer; stop it, or give another folder"
             ) from None
 
-    def _starting_policy(self, folder: WeightFolder) -> PolicyFiles:
+    def _starting_policy(self, transport: Transport) -> PolicyFiles:
         version = self.recovery.version
         if version is None:
             version = self.ledger.allocate_version(self.recovery.step, at=time.time())
-            return folder.write(version, full_weights(self.model()))
+            return transport.write(version, transport.collect(self.model()))
         return PolicyFiles(version, self.config.policy.model, "")
 
     def _child(self, spec: ChildSpec) -> Child:
@@ -202,8 +211,27 @@ class Stack:
         child.begin()
         return child
 
-    def _engine(self) -> ChildSpec:
-        engine = self.config.engine
+    def _engine(self, transport: str) -> ChildSpec:
+        config = self.config.engine
+        hooks: dict[str, Any] = {}
+        if config.publish:
+            hooks = {"on_ready": self.publisher.returned, "on_death": self.publisher.lost}
+        log = self.config.output.dir / "logs" / "engine.log"
+        if config.kind == "vllm":
+            lora = self.config.policy.lora
+            return ChildSpec(
+                "engine",
+                lambda port: vllm.command(
+                    config, self.publisher.current, port, transport=transport, rank=lora.r if lora else 0
+                ),
+                "/health",
+                log,
+                config.port,
+                python=config.python,
+                environment=vllm.ENVIRONMENT,
+                patience=vllm.PATIENCE,
+                **hooks,
+            )
 
         def command(port: int) -> list[str]:
             files = self.publisher.current
@@ -214,13 +242,12 @@ class Stack:
                 "--version",
                 str(files.version),
             ]
-            arguments += ["--port", str(port), "--max-batch", str(engine.max_batch), "--served-model-name", "policy"]
-            arguments += ["--threads", str(engine.threads)] if engine.threads else []
-            arguments += ["--request-log", str(engine.request_log)] if engine.request_log else []
-            return [*arguments, *engine.options]
+            arguments += ["--port", str(port), "--max-batch", str(config.max_batch), "--served-model-name", "policy"]
+            arguments += ["--threads", str(config.threads)] if config.threads else []
+            arguments += ["--request-log", str(config.request_log)] if config.request_log else []
+            return [*arguments, *config.options]
 
-        log = self.config.output.dir / "logs" / "engine.log"
-        return ChildSpec("engine", command, "gyre-engine ready on", log, port=engine.port)
+        return ChildSpec("engine", command, "gyre-engine ready on", log, port=config.port, **hooks)
 
     def _proxy(self, key: str) -> ChildSpec:
         config = self.config
@@ -247,6 +274,14 @@ class Stack:
 
         log = config.output.dir / "logs" / "proxy.log"
         return ChildSpec("proxy", command, "ready", log, config.proxy.port, on_ready=lambda url: self.publisher.route())
+
+
+def _identity(folder: Path) -> str:
+    """Return what tells this training from others that publish to the same replica; it outlives the process."""
+    path = folder / "training.id"
+    if not path.is_file():
+        path.write_text(f"gyre-{secrets.token_hex(6)}")
+    return path.read_text().strip()
 
 
 def _weights_size(folder: Path) -> int:

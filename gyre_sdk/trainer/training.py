@@ -39,7 +39,6 @@ from gyre_sdk.trainer.stack import Stack
 from gyre_sdk.trainer.team import Burst, Start, reference_of
 from gyre_sdk.trainer.trainer import StepReport, make_trainer
 from gyre_sdk.trainer.units import Sealer, Unit
-from gyre_sdk.trainer.weights import full_weights
 
 _UNTRAINED = "untrained/"
 _STOP_SECONDS = 5.0
@@ -264,7 +263,7 @@ class _Training:
             )
         if self._burst.publishes(report):
             whole = self._trainer.whole_weights()
-            self._stack.publisher.publish(full_weights(self._trainer.model) if whole is None else whole, report.step)
+            self._stack.publisher.publish(self._trainer.model if whole is None else whole, report.step)
         if self._burst.ends(report):
             self._rollouts.advance(report.step)
 

@@ -9,6 +9,7 @@ import pytest
 
 from gyre_sdk.errors import SettingsError
 from gyre_sdk.trainer.config import TrainerConfig, load_config
+from gyre_sdk.trainer.transports import choose
 
 MINIMAL = """
 [policy]
@@ -62,6 +63,7 @@ def test_overrides_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("agent.function=nothing", ["function = 'nothing' is not module:function"]),
         ("tasks.folder=x", ["exactly one of loader and folder"]),
         ("engine.url=http://x", ["url belongs to kind = 'vllm'"]),
+        ("engine.transport=nccl", ["transport = 'nccl' belongs to kind = 'vllm'"]),
     ],
 )
 def test_wrong_values(tmp_path: Path, override: str, parts: list[str]) -> None:
@@ -71,11 +73,16 @@ def test_wrong_values(tmp_path: Path, override: str, parts: list[str]) -> None:
         assert part in str(caught.value)
 
 
-def test_vllm_serves_but_is_not_published_to(tmp_path: Path) -> None:
-    path = write(tmp_path, MINIMAL + "[engine]\nkind = 'vllm'\nurl = 'http://127.0.0.1:1'\n")
-    with pytest.raises(SettingsError, match=r"engine\.publish = false"):
-        load_config(path)
-    assert load_config(path, ["engine.publish=false"]).engine.kind == "vllm"
+def test_vllm_is_started_or_given_and_published_to(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + "[engine]\nkind = 'vllm'\npython = 'vllm/bin/python'\n")
+    engine = load_config(path).engine
+    assert (engine.kind, engine.publish, engine.url) == ("vllm", True, None)
+    assert engine.python == tmp_path / "vllm" / "bin" / "python"
+    assert load_config(path, ["engine.url=http://127.0.0.1:1"]).engine.url == "http://127.0.0.1:1"
+    assert choose(load_config(path)) == "file"
+    assert choose(load_config(path, ["policy.lora.r=4"])) == "lora"
+    assert choose(load_config(path, ["policy.lora.r=4", "engine.transport=file"])) == "file"
+    assert choose(load_config(path, ["policy.lora.r=4", "engine.kind=embedded"])) == "file"
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:

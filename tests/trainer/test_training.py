@@ -273,7 +273,8 @@ def test_interrupting_leaves_a_store_to_resume_from(config: Path, tmp_path: Path
         (["--set", "agent.function=nowhere:agent"], "there is no module 'nowhere'"),
         (["--set", "agent.function=loop_agent:nobody"], "has no function 'nobody'"),
         (["--set", "tasks.options.count=0"], "tasks.loader = 'loop_agent:tasks' gives no tasks"),
-        (["--set", "engine.kind=vllm", "--set", "engine.url=http://x"], "engine.publish = false"),
+        (["--set", "engine.kind=vllm", "--set", "engine.transport=lora"], "publishes adapters: set policy.lora"),
+        (["--set", "engine.kind=vllm", "--set", "engine.transport=nccl"], "torch sees no GPU here"),
     ],
 )
 def test_wrong_settings_end_with_status_2(

@@ -71,8 +71,8 @@ dir = "out"
 _TEXT = "Say more. The answer is water and wine. user assistant system tool 0123456789 abc"
 
 
-def make_model(folder: Path, seed: int = 0) -> None:
-    """A random Qwen3 of 2 layers with a byte-level tokenizer and Qwen3's control tokens."""
+def make_model(folder: Path, seed: int = 0, **changes: Any) -> None:
+    """A random Qwen3 of 2 layers with a byte-level tokenizer and Qwen3's control tokens; changes to its config."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -89,28 +89,29 @@ def make_model(folder: Path, seed: int = 0) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     end = tokenizer.token_to_id("<|im_end|>")
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        eos_token_id=end,
-        bos_token_id=None,
-        pad_token_id=tokenizer.token_to_id("<|endoftext|>"),
-    )
+    shape: dict[str, Any] = {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "eos_token_id": end,
+        "bos_token_id": None,
+        "pad_token_id": tokenizer.token_to_id("<|endoftext|>"),
+    }
+    config = Qwen3Config(**(shape | changes))
     model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=end)
     model.save_pretrained(folder)
 
 
-def make_training(folder: Path, text: str = CONFIG) -> Path:
-    """Write everything a training needs; return the config's path."""
-    make_model(folder / "model")
+def make_training(folder: Path, text: str = CONFIG, **changes: Any) -> Path:
+    """Write everything a training needs; return the config's path. `changes` are of the model's config."""
+    make_model(folder / "model", **changes)
     (folder / "loop_agent.py").write_text(AGENT)
     path = folder / "train.toml"
     path.write_text(text)

@@ -49,6 +49,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: str
     version: int = 0
     """Weights that it serves."""
+    model: str | None = None
+    """What requests name there, for example the adapter that is this version; None: nothing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +59,7 @@ class Replica:
 
     url: str
     version: int
+    model: str | None = None
     health: Health = Health.LIVE
     draining: bool = False
     """Whether it was asked to take nothing new. Independent of its health: a drained replica that restarts stays out."""
@@ -104,6 +107,8 @@ class Load:
     left: int
     """Tokens that may still be sampled."""
     closed: bool = False
+    model: str | None = None
+    """What requests named at the choice."""
 
 
 @dataclass(slots=True)
@@ -199,7 +204,12 @@ class Routes:
             self._homes[need.run] = _Home(chosen.url)
         cached = min(need.shared, need.prompt) if warm else 0
         load = Load(
-            chosen, chosen.version, need.run, need.prompt - cached + cached // _CACHED_SHARE + need.left, need.left
+            chosen,
+            chosen.version,
+            need.run,
+            need.prompt - cached + cached // _CACHED_SHARE + need.left,
+            need.left,
+            model=chosen.model,
         )
         chosen.calls += 1
         chosen.tokens += load.tokens
@@ -229,7 +239,8 @@ class Routes:
     def _announce(self, spec: ReplicaSpec, known: Replica | None) -> None:
         url = _plain(spec.url)
         replica = known or self._left.pop(url, None) or Replica(url, spec.version)
-        replica.version, replica.health, replica.draining = spec.version, Health.LIVE, False
+        replica.version, replica.model = spec.version, spec.model
+        replica.health, replica.draining = Health.LIVE, False
         self._replicas[url] = replica
 
     def _take_out(self, replica: Replica) -> None:

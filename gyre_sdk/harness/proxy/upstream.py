@@ -136,6 +136,7 @@ class Upstream:
         max_tokens: int,
         salt: str,
         version: int,
+        model: str | None = None,
         interval: int = 1,
     ) -> AsyncGenerator[Piece, None]:
         """Sample; yield what comes as it comes. A piece with `finish` is the last.
@@ -150,6 +151,7 @@ class Upstream:
             max_tokens: left for this attempt.
             salt: keeps cached keys and values of one version to that version.
             version: stands for a label that cannot be read.
+            model: what the request names, where the replica serves adapters; None: nothing.
             interval: tokens per chunk that the engine may gather when nobody watches.
 
         Raises:
@@ -163,6 +165,8 @@ class Upstream:
             "stream": True,
             "cache_salt": salt,
         }
+        if model is not None:
+            wire["model"] = model
         if "structured_outputs" in sampling.extra:
             wire["reasoning_ended"] = True  # the grammar holds from the first token on: it has the thinking in it
         body = await asyncio.to_thread(_encode, wire) if len(prompt) > _LARGE else _encode(wire)

@@ -23,12 +23,13 @@ from typing import TypeVar
 import numpy as np
 
 from gyre_sdk.errors import EngineError
+from gyre_sdk.trainer.engines.fingerprint import fingerprint
 from gyre_sdk.trainer.engines.ledger import RequestLog, Tally
 from gyre_sdk.trainer.engines.runner import Chunk, ModelRunner
 from gyre_sdk.trainer.engines.sampling import Sampler
 from gyre_sdk.trainer.engines.sequence import Delta, Sequence
 from gyre_sdk.trainer.engines.slots import SlotTable
-from gyre_sdk.trainer.engines.weights import Weights
+from gyre_sdk.trainer.engines.weights import Weights, expected_shapes
 
 __all__ = ["Batcher", "Deliveries", "PauseMode", "State"]
 
@@ -150,6 +151,16 @@ class Batcher:
                 self._runner.apply(weights)
             self._slots.forget()
             self.version = version
+
+        return self._call(act)
+
+    def fingerprints(self) -> Future[dict[str, str]]:
+        """Return the fingerprints of the weights that the next token is sampled from."""
+
+        def act() -> dict[str, str]:
+            model = self._runner.model
+            state = model.state_dict()
+            return {name: fingerprint(state[name]) for name in expected_shapes(model)}
 
         return self._call(act)
 

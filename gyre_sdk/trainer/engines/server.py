@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,6 +18,7 @@ from gyre_sdk.trainer.engines.batching import Batcher, PauseMode, State
 from gyre_sdk.trainer.engines.ledger import prometheus
 from gyre_sdk.trainer.engines.runner import ModelLimits
 from gyre_sdk.trainer.engines.sequence import Delta, Sequence
+from gyre_sdk.trainer.engines.updates import WeightUpdates, read_json
 from gyre_sdk.trainer.engines.weights import WeightSession
 from gyre_sdk.trainer.engines.wire import (
     REQUEST_ID_PREFIX,
@@ -85,9 +84,7 @@ class EngineServer:
         """`session` opens a weight update; `detokenizer(skip_special)` makes an incremental decoder, None without one."""
         self._batcher = batcher
         self._limits = limits
-        self._open_session = session
-        self._session: WeightSession | None = None
-        self._update_lock = asyncio.Lock()
+        self._updates = WeightUpdates(batcher, session)
         self._model_name = model_name
         self._detokenizer = detokenizer
 
@@ -102,12 +99,7 @@ class EngineServer:
                 web.post("/pause", self._pause),
                 web.post("/resume", self._resume),
                 web.get("/is_paused", self._is_paused),
-                web.post("/init_weight_transfer_engine", self._init_weights),
-                web.post("/start_weight_update", self._start_update),
-                web.post("/update_weights", self._update),
-                web.post("/finish_weight_update", self._finish_update),
-                web.post("/update_weight_version", self._rename),
-                web.get("/weight_info", self._weight_info),
+                *self._updates.routes(),
                 web.get("/health", self._health),
                 web.get("/load", self._load),
                 web.get("/metrics", self._metrics),
@@ -219,14 +211,14 @@ class EngineServer:
         return web.Response(body=encode(body), content_type="application/json")
 
     async def _abort_by_ids(self, http: web.Request) -> web.Response:
-        ids = (await _json(http)).get("request_ids")
+        ids = (await read_json(http)).get("request_ids")
         if ids is None:
             raise ProtocolError("Missing 'request_ids' in request body", code="Bad Request")
         self._batcher.abort(strings(ids))
         return web.Response()
 
     async def _abort_some_or_all(self, http: web.Request) -> web.Response:
-        ids = (await _json(http)).get("request_ids") or None
+        ids = (await read_json(http)).get("request_ids") or None
         count = len(ids) if ids else sum(self._batcher.counts)
         await asyncio.wrap_future(self._batcher.abort(strings(ids) if ids else None))
         return web.json_response({"status": "aborted", "aborted": count})
@@ -246,60 +238,6 @@ class EngineServer:
 
     async def _is_paused(self, _: web.Request) -> web.Response:
         return web.json_response({"is_paused": self._batcher.state is not State.RUNNING})
-
-    # -- weights -------------------------------------------------------------------------------------------------
-
-    async def _init_weights(self, http: web.Request) -> web.Response:
-        await _json(http)
-        return web.json_response({"message": "Weight transfer initialized"})
-
-    async def _start_update(self, _: web.Request) -> web.Response:
-        async with self._update_lock:
-            if self._session is not None:
-                raise PublishError(
-                    "start_weight_update called while a weight update is already active. Call "
-                    "finish_weight_update first."
-                )
-            self._session = self._open_session()
-        return web.json_response({"message": "Weight update started"})
-
-    async def _update(self, http: web.Request) -> web.Response:
-        info = (await _json(http)).get("update_info")
-        path = info.get("path") if isinstance(info, dict) else None
-        if not isinstance(path, str) or not path:
-            raise ProtocolError(
-                'update_info must be {"path": "FILE.safetensors"}', code="Bad Request", param="body.update_info"
-            )
-        async with self._update_lock:
-            session, self._session = (
-                self._need_session("update_weights"),
-                None,
-            )  # a bad file ends the update, as in vLLM
-            await asyncio.to_thread(session.add, Path(path))
-            self._session = session
-        return web.json_response({"message": "Weights updated"})
-
-    async def _finish_update(self, http: web.Request) -> web.Response:
-        version = _label(await _json(http), "weight_version")
-        async with self._update_lock:
-            session, self._session = self._need_session("finish_weight_update"), None
-            await asyncio.wrap_future(self._batcher.switch(version, session.finish()))
-        log.info("serving weights %s", version)
-        return web.json_response({"message": "Weight update finished"})
-
-    def _need_session(self, route: str) -> WeightSession:
-        if self._session is None:
-            raise PublishError(f"start_weight_update must be called before {route}.")
-        return self._session
-
-    async def _rename(self, http: web.Request) -> web.Response:
-        version = _label(await _json(http), "new_version")
-        async with self._update_lock:
-            await asyncio.wrap_future(self._batcher.switch(version, None))
-        return web.json_response({"success": True, "new_version": version})
-
-    async def _weight_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"weight_version": self._batcher.version})
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
@@ -350,26 +288,6 @@ def _usage(sequence: Sequence, sampled: int) -> Usage:
 
 def _internal_error(message: str) -> bytes:
     return error_body(message, kind="InternalServerError", code=500)
-
-
-async def _json(http: web.Request) -> dict[str, Any]:
-    try:
-        body = json.loads(await http.read())
-    except ValueError as err:
-        raise ProtocolError(f"JSON decode error: {err}", code="Bad Request") from err
-    if not isinstance(body, dict):
-        raise ProtocolError("Request body must be a JSON object", code="Bad Request")
-    return body
-
-
-def _label(body: dict[str, Any], name: str) -> str:
-    """Return a version label. vLLM lets `weight_version` be absent; here every published set needs one."""
-    label = body.get(name)
-    if not isinstance(label, str) or not label:
-        raise ProtocolError(
-            f"{name} must be a non-empty string, got {label!r}", code="Bad Request", param=f"body.{name}"
-        )
-    return label
 
 
 @web.middleware

@@ -120,6 +120,7 @@ class Attempts:
             max_tokens=command.max_tokens,
             salt=str(command.version),
             version=command.version,
+            model=running.load.model,
             interval=self._interval,
         )
         running.task = asyncio.current_task()

@@ -1,0 +1,201 @@
+"""Weights from GPU to GPU with vLLM's own NCCL engine, for replicas whose machine shares no disk with the trainer's.
+
+The trainer's side is vLLM's (`vllm.distributed.weight_transfer`), so vLLM must be importable where the trainer runs:
+`pip install 'gyre-sdk[train,serve]'`. The version is also written as a folder: a replica that is started again by gyre
+starts from it. vLLM's engine knows no owner; a newer version that is served there is all that is refused.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from gyre_sdk.errors import PublishError, SettingsError
+from gyre_sdk.trainer.transports.checks import Expected
+from gyre_sdk.trainer.transports.file import Clock, newer
+from gyre_sdk.trainer.transports.replica import Replica
+from gyre_sdk.trainer.weights import PolicyFiles, WeightFolder, full_weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["NcclTransport"]
+
+_PATIENCE = 600.0
+"""Seconds that a transfer may take: a peer that died leaves NCCL waiting for ever."""
+
+
+class NcclTransport:
+    """Publishes full weights over NCCL."""
+
+    name = "nccl"
+    keep = 1
+
+    def __init__(self, folder: WeightFolder, owner: str) -> None:
+        """Check that this machine can.
+
+        Raises:
+            SettingsError: torch sees no GPU, or vLLM is not installed beside gyre.
+        """
+        import torch
+
+        if not torch.cuda.is_available():
+            raise SettingsError(
+                "engine.transport = 'nccl' sends from GPU to GPU, and torch sees no GPU here; use engine.transport = 'file'"
+            )
+        try:
+            import vllm.distributed.weight_transfer  # noqa: F401
+        except ImportError as error:
+            raise SettingsError(
+                "engine.transport = 'nccl' needs vLLM where the trainer runs: pip install 'gyre-sdk[train,serve]', or use"
+                f" engine.transport = 'file' ({error})"
+            ) from error
+        self._folder = folder
+        self._owner = owner
+        self._expected = Expected()
+        self._lines: dict[str, _Line] = {}
+
+    def collect(self, model: Any) -> Mapping[str, Tensor]:
+        """Return the full weights."""
+        return full_weights(model)
+
+    def write(self, version: int, weights: Mapping[str, Tensor]) -> PolicyFiles:
+        """Write a model folder."""
+        return self._folder.write(version, weights)
+
+    def request_name(self, files: PolicyFiles) -> str | None:
+        """Return None: whoever asks gets the weights that are served."""
+        return None
+
+    def bring(self, replica: Replica, files: PolicyFiles) -> dict[str, float]:
+        """Send the weights where they are not served yet, and compare fingerprints."""
+        clock = Clock()
+        version, label = str(files.version), replica.version()
+        if label is not None and label.isdigit():
+            newer(replica, int(label), files.version)
+        started_so = label is not None and not label.isdigit()
+        clock.next("check")
+        served = (label == version or started_so) and self._expected.compare(files, replica.fingerprints()).good
+        if not served:
+            clock.next("connect")
+            line = self._lines.pop(replica.url, None) or _Line(replica)
+            self._expected.prepare(files)
+            clock.next("pause")
+            with replica.paused():
+                clock.next("load")
+                line.send(replica, files)
+                clock.next("check")
+                self._expected.compare(files, replica.fingerprints()).require(replica, files.version)
+            self._lines[replica.url] = line  # one that failed is made anew: its group is of no use any more
+        elif started_so:
+            replica.rename(version)
+        if replica.is_paused():
+            replica.resume()
+        return clock.stop()
+
+
+class _Line:
+    """An NCCL group of this process and one replica's workers."""
+
+    def __init__(self, replica: Replica) -> None:
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        self._source = _source()
+        self._client = _Client(replica)
+        info = NCCLTrainerInitInfo(
+            rank=0, master_address=_address(replica), master_port=_port(), world_size=1 + replica.world_size()
+        )
+        self._engine = _within(
+            lambda: WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=self._source), replica
+        )
+
+    def send(self, replica: Replica, files: PolicyFiles) -> None:
+        """Send a version and finish it there under its label."""
+        self._source.files = files.model_files
+        self._client.replica, self._client.label = replica, str(files.version)
+        _within(self._engine.send_weights, replica)
+
+
+class _Client:
+    """What vLLM's trainer engine says to the replica (`VLLMWeightSyncClient`)."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+        self.label = ""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.replica.post("/init_weight_transfer_engine", {"init_info": init_info}, timeout=_PATIENCE)
+
+    def start_weight_update(self) -> None:
+        self.replica.start()
+
+    def update_weights(self, update_info: Any) -> None:
+        self.replica.update(update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.replica.finish(weight_version or self.label)
+
+
+def _source() -> Any:
+    """Return a source over the files of a version, tensor by tensor on the GPU."""
+    import torch
+    from safetensors import safe_open
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+    class FilesSource(WeightSource):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.files: list[Any] = []
+
+        def metadata(self) -> list[Any]:
+            return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors("cpu")]
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from self._tensors("cuda")
+
+        def _tensors(self, device: str) -> Iterator[tuple[str, torch.Tensor]]:
+            for path in self.files:
+                with safe_open(path, framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118 - not a mapping
+                        yield name, file.get_tensor(name).to(device)
+
+    return FilesSource()
+
+
+def _within(act: Any, replica: Replica) -> Any:
+    """Do what may never come back, in a thread that is left behind then."""
+    outcome: list[Any] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(act())
+        except BaseException as error:  # boundary: of the thread; raised below
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name=f"nccl {replica.url}", daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+    if failure:
+        raise failure[0]
+    if not outcome:
+        raise PublishError(
+            f"NCCL transfer to replica {replica.url} has not ended after {_PATIENCE:.0f} s; restart the replica, then run"
+            " the same command again: it resumes"
+        )
+    return outcome[0]
+
+
+def _address(replica: Replica) -> str:
+    """Return the address under which the replica's machine reaches this one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((replica.host, 9))  # sends nothing: asks the routing table
+        return str(probe.getsockname()[0])
+
+
+def _port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return int(free.getsockname()[1])
