@@ -8,7 +8,7 @@ from math import sqrt
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tree_inputs import call, case, recorded_runs
 
@@ -85,6 +85,7 @@ def test_case_probabilities(j_max):
         assert abs(seen[names] / draws - p) < 4.5 * sqrt(p * (1 - p) / draws), names
 
 
+@settings(deadline=None)
 @given(recorded_runs(), st.integers(1, 6), st.integers(0, 2**32))
 def test_selection_follows_the_rule(calls, j_max, seed):
     """On any tree: roles in order, nothing empty is taken, each event has one owner, the rest of the row is context."""
@@ -115,6 +116,7 @@ def test_selection_follows_the_rule(calls, j_max, seed):
         )
 
 
+@settings(deadline=None)
 @given(recorded_runs(), st.integers(0, 2**32), st.randoms(use_true_random=False))
 def test_the_same_seed_draws_the_same_whatever_the_arrival(calls, seed, shuffler):
     first = {rule: select(RunTree.from_calls(calls), rule=rule, j_max=3, seed=seed) for rule in RULES}

@@ -31,7 +31,7 @@ def recorded(run: str, made: SampledCall) -> CallRecord:
     return call(run, made.call, made.prompt_ids.tolist(), made.sampled_ids.tolist(), role=made.role, **fields)
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(recorded_runs(6), min_size=2, max_size=3), st.integers(0, 25))
 def test_units_hold_every_row_once_within_their_budget(made: list[list[SampledCall]], budget: int) -> None:
     runs = [run_record(f"r{n}", float(n), member=n) for n in range(len(made))]
@@ -48,7 +48,7 @@ def test_units_hold_every_row_once_within_their_budget(made: list[list[SampledCa
     assert [row.run for row in whole] == sorted(row.run for row in whole), "rows of a run lie together"
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(recorded_runs())
 def test_rows_of_a_run_come_depth_first(made: list[SampledCall]) -> None:
     """Whatever two rows share, all rows between them share too: a walk through the tree meets each stretch once."""
