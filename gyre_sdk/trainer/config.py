@@ -36,7 +36,7 @@ def _check_reference(reference: str | None, key: str) -> None:
 
 
 class LoraConfig(msgspec.Struct, frozen=True):
-    """Train low-rank adapters (peft) in place of the full weights; publications are merged."""
+    """Train low-rank adapters (peft) in place of the full weights; published alone to vLLM, merged to the embedded engine."""
 
     r: Positive = 16
     """Rank."""

@@ -154,13 +154,10 @@ class Child:
         self.spec.log.parent.mkdir(parents=True, exist_ok=True)
         with self.spec.log.open("ab") as log:
             seen = log.seek(0, os.SEEK_END)
+            # `-P`: another environment takes nothing from the folder we are in, such as the metadata of a checkout
+            python = [sys.executable] if self.spec.python is None else [str(self.spec.python), "-P"]
             self._process = subprocess.Popen(
-                [
-                    str(self.spec.python or sys.executable),
-                    "-m",
-                    "gyre_sdk.trainer.leash",
-                    *self.spec.command(self._port),
-                ],
+                [*python, "-m", "gyre_sdk.trainer.leash", *self.spec.command(self._port)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
