@@ -9,7 +9,7 @@ from fractions import Fraction
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tree_inputs import call, case, from_case, recorded_runs, run
 
@@ -47,6 +47,7 @@ def per_token(rows: list[Row]) -> set[float]:
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(recorded_runs(), st.integers(1, 6), st.integers(0, 2**32))
 def test_the_weights_of_a_run_sum_to_one(calls, j_max, seed):
     rows = trajectories(R, calls, j_max=j_max, seed=seed, advantage=0.5)
@@ -73,6 +74,7 @@ def event_weights(calls: list, seed: int) -> dict[tuple[str, int], float]:
     return found
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 5), min_size=1, max_size=8),
     st.lists(st.booleans(), min_size=8, max_size=8),
@@ -93,6 +95,7 @@ def test_cutting_a_run_into_rows_changes_no_weight(answers, cuts, seed):
     assert weights[0] == weights[1]
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-2, 2), min_size=1, max_size=12), st.data())
 def test_splitting_a_run_into_rows_changes_no_gradient(losses, data):
     """A batch of two runs: the loss, linear in the per-token losses, is the two-level mean for any cut into rows."""
@@ -238,6 +241,7 @@ _rewards = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(_rewards, st.sampled_from(Baseline), st.integers(0, 2), st.randoms(use_true_random=False))
 def test_advantages_in_general(rewards, baseline, placeholders, shuffler):
     """Unknown rewards never count; results are finite, centred, monotone and independent of order."""
@@ -347,6 +351,7 @@ def test_flat_groups_and_lonely_runs_are_dropped(baseline):
             }
 
 
+@settings(deadline=None)
 @given(st.floats(1e-6, 1e6), st.integers(2, 6), st.floats(-2e-16, 2e-16), st.sampled_from(Baseline))
 def test_rounding_is_no_contrast(reward, count, noise, baseline):
     members = [run(f"r{number}", reward * (1 + noise * (number % 2))) for number in range(count)]
