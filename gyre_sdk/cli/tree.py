@@ -39,7 +39,7 @@ def tree(
         record = journal.run(run)
         if record is None:
             raise JournalError(f"run {run!r} is not in {journal.path}; `gyre runs {journal.path}` lists what is")
-        built, masks = _built(journal.calls(run))
+        built, masks = _built(journal.calls(run, arrays=True))
         given_up = _given_up(journal, built)
     selection = select(built, j_max=j_max or None, seed=seed_of(record.run, seed))
     chosen = [(row.leaf, row.role, row.owned_spans) for row in selection]

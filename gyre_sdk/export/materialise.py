@@ -12,7 +12,7 @@ from gyre_sdk.credit import GroupCredit, Lag, OwnCredit, Row, scored
 from gyre_sdk.errors import SettingsError
 from gyre_sdk.harness.scoring.policy import stands
 from gyre_sdk.journal.reader import Reader
-from gyre_sdk.records import RunRecord
+from gyre_sdk.records import CallRecord, RunRecord
 from gyre_sdk.trainer import ledger
 from gyre_sdk.trainer.units import Sealer, unique_tokens
 
@@ -108,7 +108,9 @@ def _group(
 ) -> GroupSamples:
     runs = tuple(sorted(members, key=lambda run: (run.member, run.run)))
 
-    calls_of = journal.calls
+    def calls_of(run: str) -> Iterator[CallRecord]:
+        return journal.calls(run, arrays=True)
+
     credit, own, dropped = sealer.credit(runs, calls_of) if group is not None else (None, None, Counter[str]())
     tokens: Counter[str] = Counter()
     rows: list[Row] = []

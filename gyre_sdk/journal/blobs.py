@@ -163,20 +163,25 @@ def logprobs_blob(logprobs: LOGPROBS) -> bytes:
     return _PLAIN + plain
 
 
-def blob_logprobs(blob: bytes) -> list[float | None]:
-    """Return the log-probs of a blob, None for NaN.
+def blob_logprobs(blob: bytes) -> LOGPROBS:
+    """Return the log-probs of a blob, NaN where the engine gave none.
 
     Raises:
         ValueError: the blob is damaged.
     """
     if not blob:
-        return []
+        return np.empty(0, dtype="<f4")
     form, body = blob[:1], blob[1:]
     if form == _PLANES:
         body = np.frombuffer(decompress(body), dtype=np.uint8).reshape(4, -1).T.tobytes()
     elif form != _PLAIN:
         raise ValueError(f"blob of log-probs in unknown form {form[0]}")
-    return [None if math.isnan(value) else value for value in np.frombuffer(body, dtype="<f4").tolist()]
+    return np.frombuffer(body, dtype="<f4")
+
+
+def listed(logprobs: LOGPROBS) -> list[float | None]:
+    """Return log-probs as a list, None for NaN."""
+    return [None if math.isnan(value) else value for value in logprobs.tolist()]
 
 
 def body_of(item: Any) -> tuple[bytes, bytes]:

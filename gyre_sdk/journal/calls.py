@@ -7,13 +7,13 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 import numpy as np
 
 from gyre_sdk.errors import JournalError
-from gyre_sdk.journal.blobs import IDS, blob_ids, blob_logprobs
+from gyre_sdk.journal.blobs import IDS, LOGPROBS, as_logprobs, blob_ids, blob_logprobs, listed
 from gyre_sdk.journal.bodies import StoredBodies
 from gyre_sdk.journal.chains import Chains, Link
 from gyre_sdk.journal.digests import COLUMNS, ItemChains, Items, load_items
@@ -56,8 +56,12 @@ class CallReader:
         with self._reading:
             self._reader.close()
 
-    def calls(self, run: str | None = None) -> Iterator[CallRecord]:
+    def calls(self, run: str | None = None, *, arrays: bool = False) -> Iterator[CallRecord]:
         """Yield calls in the order they were received, with full prompt ids. Open calls show what is durable so far.
+
+        Args:
+            arrays: leave ids as int32 arrays and log-probs as a float32 array, NaN for None, in place of lists: a long run
+                has more than a hundred million ids in its prompts.
 
         Raises:
             JournalError: the store is damaged; `gyre fsck` says how.
@@ -72,7 +76,7 @@ class CallReader:
         for row in rows:
             if row[1] != current:
                 chains, current = Chains(), row[1]
-            yield _record(row, chunks.get(row[0]), chains, bodies)
+            yield _record(row, chunks.get(row[0]), chains, bodies, arrays=arrays)
 
     def call(self, call: str) -> CallRecord | None:
         """Return one call with its full prompt ids, or None; of its ancestors only what it shares is read.
@@ -150,7 +154,7 @@ class CallReader:
                 if row[1] != len(whole.ids):
                     raise JournalError(f"call {call}: tokens {len(whole.ids)}..{row[1]} are missing from the store")
                 whole.ids.extend(_ids(call, row[2]).tolist())
-                whole.logprobs.extend(_logprobs(call, row[3]))
+                whole.logprobs.extend(listed(_logprobs(call, row[3])))
                 whole.versions.extend(unpack_spans(row[4]))
         return found
 
@@ -178,13 +182,18 @@ def where_equal(**equals: Any) -> tuple[str, list[Any]]:
     return (" WHERE " + " AND ".join(f"{column}=?" for column in given) if given else ""), list(given.values())
 
 
-def _record(row: Sequence[Any], durable: TokenChunk | None, chains: Chains[IDS], bodies: StoredBodies) -> CallRecord:
+def _record(
+    row: Sequence[Any], durable: TokenChunk | None, chains: Chains[IDS], bodies: StoredBodies, *, arrays: bool = False
+) -> CallRecord:
     """Return a call, and add its path to the chains. `durable` replaces the tokens of an open call."""
     call = row[0]
-    sampled = durable or TokenChunk(0, _ids(call, row[9]).tolist(), _logprobs(call, row[10]), unpack_spans(row[11]))
+    if durable is not None:
+        sampled, logprobs, versions = _array(durable.ids), as_logprobs(durable.logprobs), durable.versions
+    else:
+        sampled, logprobs, versions = _ids(call, row[9]), _logprobs(call, row[10]), unpack_spans(row[11])
     delta = _added(call, row[8], chains, row[5], row[7])
-    prompt: list[int] = np.concatenate([*_shared(call, chains, row[5], row[7]), delta]).tolist()
-    chains.add(call, Link(row[5], row[7], np.concatenate((delta, _array(sampled.ids)))))
+    prompt = np.concatenate([*_shared(call, chains, row[5], row[7]), delta])
+    chains.add(call, Link(row[5], row[7], np.concatenate((delta, sampled))))
     return CallRecord(
         call=CallId(call),
         run=RunId(row[1]),
@@ -194,10 +203,10 @@ def _record(row: Sequence[Any], durable: TokenChunk | None, chains: Chains[IDS],
         parent=CallId(row[5]) if row[5] else None,
         fork_reason=ForkReason(row[6]) if row[6] else None,
         shared=row[7],
-        prompt_ids=prompt,
-        sampled_ids=sampled.ids,
-        logprobs=sampled.logprobs,
-        versions=sampled.versions,
+        prompt_ids=cast(list[int], prompt) if arrays else prompt.tolist(),
+        sampled_ids=cast(list[int], sampled) if arrays else sampled.tolist(),
+        logprobs=cast(list[float | None], logprobs) if arrays else listed(logprobs),
+        versions=versions,
         sampling=bodies.sampling(row[12]),
         finish_reason=row[13],
         received_at=row[14],
@@ -244,7 +253,7 @@ def _ids(call: str, blob: bytes, before: IDS | None = None) -> IDS:
         raise JournalError(f"ids of call {call} are damaged: {error}; run `gyre fsck`") from error
 
 
-def _logprobs(call: str, blob: bytes) -> list[float | None]:
+def _logprobs(call: str, blob: bytes) -> LOGPROBS:
     try:
         return blob_logprobs(blob)
     except ValueError as error:

@@ -113,7 +113,7 @@ class _Decoding:
         name = row[0]
         chunks = self._rows("SELECT start, ids FROM chunk WHERE call=? ORDER BY start", (name,))
         sampled: IDS = self._try("sampled ids", lambda: blob_ids(row[17] or b""), _NO_IDS)
-        logprobs = self._try("log-probs", lambda: blob_logprobs(row[18] or b""), [])
+        logprobs = self._try("log-probs", lambda: blob_logprobs(row[18] or b""), as_logprobs([]))
         stretches = [(start, self._try("a chunk", partial(blob_ids, ids), _NO_IDS)) for start, ids in chunks]
         prompt = self._prompt(chains)
         tokens = np.concatenate([part for _, part in stretches]) if stretches and not len(sampled) else sampled
@@ -130,7 +130,7 @@ class _Decoding:
         )
         sampling: Sampling | None = self._try("sampling", lambda: self._bodies.sampling(row[11]), None)
         spans: list[VersionSpan] = self._try("versions", lambda: _unpack_spans(row[10]), [])
-        crc = zlib.crc32(as_logprobs(logprobs).tobytes(), zlib.crc32(sampled.tobytes()))
+        crc = zlib.crc32(logprobs.tobytes(), zlib.crc32(sampled.tobytes()))
         return StoredCall(
             call=name, run=row[1], lane=row[2], status=self._try("its state", lambda: CallStatus(row[3]), CallStatus.FAILED),
             parent=row[4], shared=row[5], prompt_len=row[6],

@@ -168,7 +168,7 @@ class Sealer:
         """
         wanted = set(runs)
         records = [record for record in journal.runs(group=group) if record.run in wanted]
-        return self.seal_records(group, records, lambda run: journal.calls(run), lag=lag)
+        return self.seal_records(group, records, lambda run: journal.calls(run, arrays=True), lag=lag)
 
     def seal_records(
         self, group: str, runs: Sequence[RunRecord], calls_of: CallsOf, *, lag: Lag | None = None

@@ -17,7 +17,7 @@ from test_store import LANE, RUN, open_run
 
 from gyre_sdk.errors import JournalError
 from gyre_sdk.journal import CallIntent, Journal, TokenChunk, store_file
-from gyre_sdk.journal.blobs import as_ids, as_logprobs, blob_ids, blob_logprobs, ids_blob, logprobs_blob
+from gyre_sdk.journal.blobs import as_ids, as_logprobs, blob_ids, blob_logprobs, ids_blob, listed, logprobs_blob
 from gyre_sdk.records import CallId, CallStatus, LaneId, LaneRecord, RunId, RunStatus, Sampling
 
 JSON = st.recursive(
@@ -61,7 +61,7 @@ def test_ids_come_back_and_small_lists_do_not_grow(ids: list[int], before: list[
 @given(st.lists(st.none() | st.floats(max_value=0, allow_nan=False, width=32), max_size=400))
 def test_logprobs_keep_every_bit(logprobs: list[float | None]) -> None:
     blob = logprobs_blob(as_logprobs(logprobs))
-    found = blob_logprobs(blob)
+    found = listed(blob_logprobs(blob))
     assert [None if value is None else struct.pack("<f", value) for value in found] == [
         None if value is None else struct.pack("<f", value) for value in logprobs
     ]

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -117,6 +118,10 @@ def test_any_tree_of_prompts_is_stored_without_loss(
             wholes.append((name, prompt + tokens))
     with Journal(path, "r") as journal:
         assert {call.call: call.prompt_ids for call in journal.calls()} == expected
+        for listed, arrays in zip(journal.calls(), journal.calls(arrays=True), strict=True):
+            assert np.array_equal(arrays.prompt_ids, listed.prompt_ids)
+            assert np.array_equal(arrays.sampled_ids, listed.sampled_ids)
+            assert np.asarray(arrays.logprobs).tolist() == listed.logprobs
 
 
 def test_a_long_run_is_stored_once(tmp_path: Path) -> None:
@@ -174,6 +179,9 @@ def test_open_call_shows_its_durable_tokens_and_attempts(tmp_path: Path) -> None
         call = next(journal.calls())
         assert call.status is CallStatus.STREAMING and call.sampled_ids == [5, 6, 7]
         assert call.logprobs == [-1.0, None, -2.0]
+        arrays = next(journal.calls(arrays=True))
+        np.testing.assert_array_equal(arrays.logprobs, [-1.0, np.nan, -2.0])
+        np.testing.assert_array_equal(arrays.sampled_ids, [5, 6, 7])
         journal.attempt_ended(AttemptRecord(CallId("c1"), 0, "http://a", "req-0", 0, 3, "broken")).result()
         assert journal.attempts("c1")[0].end == "broken"
 
