@@ -83,30 +83,6 @@ def whole_weights(model: Any, *, keep: bool) -> dict[str, Tensor]:
     return found
 
 
-def published_weights(model: Any, *, keep: bool) -> dict[str, Tensor]:
-    """Do the same under the names of the policy's folder, adapters merged (W + scaling * B A)."""
-    state = whole_weights(model, keep=keep)
-    if not keep or not hasattr(model, "get_base_model"):
-        return state
-    from peft.tuners.lora import LoraLayer
-
-    prefix = "base_model.model."
-    found = {
-        name.removeprefix(prefix).replace(".base_layer.", "."): tensor
-        for name, tensor in state.items()
-        if ".lora_" not in name
-    }
-    for name, module in model.get_base_model().named_modules():
-        if not isinstance(module, LoraLayer):
-            continue
-        for adapter in module.active_adapters:
-            up, down = (state[f"{prefix}{name}.lora_{one}.{adapter}.weight"] for one in "BA")
-            delta = up @ down * module.scaling[adapter]
-            weight = found[f"{name}.weight"]
-            found[f"{name}.weight"] = weight + (delta.T if module.fan_in_fan_out else delta).to(weight.dtype)
-    return found
-
-
 class ShardedExecutor:
     """Runs every row by itself, through the forward method that FSDP2 has its hooks on."""
 

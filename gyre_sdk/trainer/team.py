@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from gyre_sdk.errors import SettingsError, TrainerError
 from gyre_sdk.trainer.config import PolicyConfig, TrainConfig, TrainerConfig
+from gyre_sdk.trainer.transports import choose
+from gyre_sdk.trainer.weights import adapter_weights, full_weights
 
 if TYPE_CHECKING:
     from gyre_sdk.trainer.ranks import Ranks
@@ -125,13 +127,15 @@ def follow(config: TrainerConfig, ranks: Ranks) -> None:
     if start is None:
         return
     from gyre_sdk.trainer.policy import load_policy
+    from gyre_sdk.trainer.sharded import is_sharded
     from gyre_sdk.trainer.trainer import make_trainer
 
+    collect = adapter_weights if choose(config) == "lora" else full_weights
     burst = Burst(config.rollout.publish_every, config.train.steps)
 
     def on_step(report: StepReport) -> None:
-        if burst.publishes(report):
-            trainer.whole_weights()
+        if burst.publishes(report) and is_sharded(trainer.model):
+            collect(trainer.model)  # gathered with the other ranks, for what rank 0 publishes
 
     trainer = make_trainer(
         config.train,

@@ -41,7 +41,6 @@ from gyre_sdk.trainer.sharded import (
     ShardedExecutor,
     is_sharded,
     prepare_sharding,
-    published_weights,
     sum_gradients,
     whole_weights,
 )
@@ -148,16 +147,6 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
         self._unlogged: list[dict[str, float]] = []
         self._grad_norm = 0.0
         self._learning_rate = 0.0
-
-    def whole_weights(self) -> dict[str, torch.Tensor] | None:
-        """Put sharded weights together on rank 0, as they are published; every rank has to call this.
-
-        None on other ranks, and where the model is whole on every rank.
-        """
-        if not is_sharded(self.model):
-            return None
-        found = published_weights(self.model, keep=self.ranks.leads)
-        return found if self.ranks.leads else None
 
     # -- the stock loop's seams --------------------------------------------------------------------------------------
 

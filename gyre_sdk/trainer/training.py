@@ -262,8 +262,7 @@ class _Training:
                 )
             )
         if self._burst.publishes(report):
-            whole = self._trainer.whole_weights()
-            self._stack.publisher.publish(self._trainer.model if whole is None else whole, report.step)
+            self._stack.publisher.publish(self._trainer.model, report.step)  # `follow` does its part on other ranks
         if self._burst.ends(report):
             self._rollouts.advance(report.step)
 

@@ -73,47 +73,47 @@ def whole(tensor: Any) -> torch.Tensor:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     found: dict[Any, Any] = {}
 
-    def of(options: dict[str, Any], count: int = 5) -> Any:
-        key = (repr(options), count)
-        if key not in found:
-            found[key] = one_step(tmp_path_factory.mktemp("alone"), options, count)
-        return found[key]
+    def of(count: int) -> Any:
+        if count not in found:
+            found[count] = one_step(tmp_path_factory.mktemp("alone"), {}, count)
+        return found[count]
 
     return of
 
 
-@pytest.mark.parametrize("sharding", [{}, SHARDED], ids=["copies", "shards"])
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_find_the_gradient_of_one_process(
-    tmp_path: Path, alone: Any, size: int, sharding: dict[str, Any]
-) -> None:
-    wanted, metrics, units = alone({})
-    for found, their_metrics, their_units in together(size, one_step, tmp_path, sharding, 5):
-        assert relative(found, wanted) < 1e-12
-        assert their_units == units
-        assert set(their_metrics) == set(metrics)
-        for name, value in metrics.items():
-            assert their_metrics[name] == pytest.approx(value, rel=1e-9), name
+def steps(folder: Path, counts: list[int]) -> list[Any]:
+    """Train a step on each number of units, with copies of the weights; then again with shards."""
+    return [one_step(folder, sharding, count) for sharding in ({}, SHARDED) for count in counts]
 
 
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_fewer_units_than_ranks(tmp_path: Path, alone: Any, count: int) -> None:
-    """Ranks without a unit count for nothing; where there is none at all, the step is skipped everywhere."""
-    if count == 0:
-        for found, metrics, units in together(3, one_step, tmp_path, SHARDED, 0):
-            assert (len(found), metrics, units) == (0, {}, [])
-        return
-    wanted, _, units = alone({}, count)
-    for sharding in ({}, SHARDED):
-        for found, _, their_units in together(3, one_step, tmp_path, sharding, count):
-            assert relative(found, wanted) < 1e-12
-            assert their_units == units
+@pytest.mark.parametrize(("size", "counts"), [(2, [5]), (3, [5, 2, 1])])
+def test_ranks_find_the_gradient_of_one_process(tmp_path: Path, alone: Any, size: int, counts: list[int]) -> None:
+    """Also where there are fewer units than ranks."""
+    for found in together(size, steps, tmp_path, counts):
+        for count, (gradient, metrics, units) in zip([*counts, *counts], found, strict=True):
+            wanted, wanted_metrics, wanted_units = alone(count)
+            assert relative(gradient, wanted) < 1e-12
+            assert units == wanted_units
+            assert metrics == pytest.approx(wanted_metrics, rel=1e-9, abs=1e-15)
+
+
+def test_a_step_without_units_is_skipped_on_every_rank(tmp_path: Path) -> None:
+    for found in together(2, steps, tmp_path, [0]):
+        for gradient, metrics, units in found:
+            assert (len(gradient), metrics, units) == (0, {}, [])
+
+
+def trainings(folder: Path, base: Path, lora: LoraConfig | None) -> Any:
+    """Train with copies, then with shards."""
+    return [
+        two_trainings(folder / name, base, sharding, lora) for name, sharding in (("copies", {}), ("shards", SHARDED))
+    ]
 
 
 def two_trainings(folder: Path, base: Path, options: dict[str, Any], lora: LoraConfig | None) -> Any:
-    """Train four steps; then again from the second one's checkpoint. Return weights and losses of both, and a folder's."""
+    """Train four steps; then again from the second one's checkpoint. Return weights and losses of both."""
 
-    def run(name: str, resume: Path | None) -> tuple[dict[str, torch.Tensor], list[float], bool]:
+    def run(name: str, resume: Path | None) -> tuple[dict[str, torch.Tensor], list[float]]:
         model = load_policy(PolicyConfig(model=base, lora=lora), resume)
         trainer, reports = trainer_in(
             folder / name,
@@ -126,29 +126,21 @@ def two_trainings(folder: Path, base: Path, options: dict[str, Any], lora: LoraC
             **options,
         )
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-        weights = trainer.whole_weights()
-        if weights is None and trainer.ranks.leads:
-            weights = full_weights(trainer.model)
-        return weights or {}, [report.metrics["loss"] for report in reports], trainer.ranks.leads
+        return full_weights(trainer.model), [report.metrics["loss"] for report in reports]
 
-    weights, losses, leads = run("whole", None)
-    again, later, _ = run("resumed", folder / "whole" / "checkpoint-2")
-    return weights, losses, again, later, leads
+    return *run("whole", None), *run("resumed", folder / "whole" / "checkpoint-2")
 
 
-@pytest.mark.parametrize("sharding", [{}, SHARDED], ids=["copies", "shards"])
 @pytest.mark.parametrize("lora", [None, LoraConfig(r=4, alpha=8)], ids=["full", "lora"])
-def test_a_resumed_training_of_ranks_is_the_uninterrupted_one(
-    tmp_path: Path, sharding: dict[str, Any], lora: LoraConfig | None
-) -> None:
+def test_a_resumed_training_of_ranks_is_the_uninterrupted_one(tmp_path: Path, lora: LoraConfig | None) -> None:
     tiny_model().save_pretrained(tmp_path / "base")
-    for weights, losses, again, later, leads in together(2, two_trainings, tmp_path, tmp_path / "base", sharding, lora):
+    lead, other = together(2, trainings, tmp_path, tmp_path / "base", lora)
+    names = ("copies", "shards", "copies", "shards")
+    for name, (weights, losses, again, later) in zip(names, [*lead, *other], strict=True):
         assert later == losses[2:]
-        if leads:
-            assert weights and all(torch.equal(tensor, again[name]) for name, tensor in weights.items())
-            # what is saved can be loaded anywhere, and is what would be published
-            saved = load_policy(PolicyConfig(model=tmp_path / "base", lora=lora), tmp_path / "whole" / "checkpoint-4")
-            folder = full_weights(saved)
-            assert set(folder) == set(weights)
-            for name, tensor in weights.items():
-                torch.testing.assert_close(tensor, folder[name], rtol=0, atol=1e-7)
+        assert weights and all(torch.equal(tensor, again[key]) for key, tensor in weights.items())
+        # what is saved can be loaded anywhere, and is what would be published
+        checkpoint = tmp_path / name / "whole" / "checkpoint-4"
+        saved = full_weights(load_policy(PolicyConfig(model=tmp_path / "base", lora=lora), checkpoint))
+        for key, tensor in saved.items():
+            torch.testing.assert_close(tensor, weights[key], rtol=0, atol=1e-7)

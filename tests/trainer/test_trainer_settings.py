@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 from tensorboardX.proto.event_pb2 import Event
 from tiny_policy import VOCAB, gradient, logprobs_of, pure64, random_row, relative, tiny_model, unit_of
 
-from gyre_sdk.errors import MismatchError, SettingsError
+from gyre_sdk.errors import MismatchError, SettingsError, TrainerError
 from gyre_sdk.trainer.config import LoraConfig, PolicyConfig, TrainConfig
+from gyre_sdk.trainer.offline import table_batches
 from gyre_sdk.trainer.policy import load_policy
 from gyre_sdk.trainer.trainer import StepReport, TreeGRPOConfig, TreeGRPOTrainer, make_trainer
-from gyre_sdk.trainer.units import Unit
+from gyre_sdk.trainer.units import Row, Unit, digest
 
 
 def some_units(step: int = 1, model: Any = None) -> list[Unit]:
@@ -244,3 +246,34 @@ def test_behaviour_of_the_rows_is_the_models(tmp_path: Path) -> None:
     reports: list[StepReport] = []
     make_trainer(TrainConfig(steps=1), model, tmp_path, lambda step: [unit_of([row])], on_step=reports.append).train()
     assert reports[0].metrics["sampling/sampling_logp_difference/max"] < 1e-4
+
+
+def test_a_table_of_trajectories_trains_like_the_rows_it_was_made_of(tmp_path: Path) -> None:
+    units = [
+        replace(unit, rows=rows, group=f"g{n}", id=digest(rows))
+        for n, unit in enumerate(some_units())
+        # a table keeps log-probs in float32
+        for rows in [tuple(replace(r, logprobs=r.logprobs.astype(np.float32).astype(float)) for r in unit.rows)]
+    ]
+    names = [field.name for field in fields(Row)]
+    table = [{**{name: getattr(row, name) for name in names}, "group": u.group} for u in units for row in u.rows]
+    batches = table_batches([*table, {**table[0], "advantage": None}], groups_per_step=1)
+    assert [list(batches(step)) for step in (1, 2, 3)] == [[same(units[0])], [same(units[1])], [same(units[0])]]
+    with pytest.raises(TrainerError, match="no row of the table has an advantage"):
+        table_batches([], groups_per_step=1)
+
+
+class same:  # noqa: N801
+    """Equal to units with the same id, which is a hash of everything in them."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Unit)
+        return (other.id, other.group, other.runs, other.tokens) == (
+            self.unit.id,
+            self.unit.group,
+            self.unit.runs,
+            self.unit.tokens,
+        )
