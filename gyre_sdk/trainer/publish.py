@@ -99,6 +99,15 @@ class Publisher:
         self._bring_all(self.current)
         self.route()
 
+    def assume(self) -> None:
+        """Route calls to every replica as if it served `current`, unseen: where publication is off.
+
+        Raises:
+            PublishError: the proxy was not told.
+        """
+        self._serving = dict.fromkeys(self._locks, self.current)
+        self.route()
+
     def close(self) -> None:
         """Stop looking after replicas, and let other trainers publish to those that go on."""
         self._closed.set()

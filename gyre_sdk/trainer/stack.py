@@ -180,7 +180,7 @@ class Stack:
         if config.engine.publish:
             self.publisher.start()
         else:
-            self.service.set_replicas([{"url": replica, "version": start.version}])
+            self.publisher.assume()
         feed = CallFeed(self.journal, self.observer)
         feed.start()
         self._cleanup.callback(feed.stop)

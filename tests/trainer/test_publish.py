@@ -16,12 +16,15 @@ import torch
 from safetensors.torch import load_file
 from tiny_policy import VOCAB, tiny_model
 
-from gyre_sdk.errors import PublishError
+from gyre_sdk.errors import PublishError, SettingsError
 from gyre_sdk.journal import Journal
+from gyre_sdk.trainer.engines.fingerprint import fingerprint
 from gyre_sdk.trainer.ledger import Ledger, State
 from gyre_sdk.trainer.processes import Child, ChildSpec
 from gyre_sdk.trainer.publish import Publisher
-from gyre_sdk.trainer.weights import PolicyFiles, WeightFolder, full_weights
+from gyre_sdk.trainer.transports import Replica, make
+from gyre_sdk.trainer.transports.file import FileTransport
+from gyre_sdk.trainer.weights import PolicyFiles, WeightFolder, adapter_weights, full_weights
 
 
 class Served:
@@ -34,9 +37,7 @@ class Served:
         self.ledger = Ledger(self.journal)
         self.folder = WeightFolder(self.base, tmp_path / "out", 100_000)
         self.events: list[Any] = []
-        self.publisher = Publisher(
-            self.ledger, self.folder, PolicyFiles(0, self.base, ""), observer=self.events.append, patience=60.0
-        )
+        self.publisher = self.make()
 
         def command(port: int) -> list[str]:
             files = self.publisher.current
@@ -51,6 +52,16 @@ class Served:
         self.child.begin()
         self.url = self.child.wait()
         self.publisher.connect([self.url], None)
+
+    def make(self, patience: float = 60.0) -> Publisher:
+        return Publisher(
+            self.ledger,
+            self.folder,
+            PolicyFiles(0, self.base, ""),
+            observer=self.events.append,
+            transport=FileTransport(self.folder, "one"),
+            patience=patience,
+        )
 
     def close(self) -> None:
         self.child.stop()
@@ -177,3 +188,121 @@ def test_publications_do_not_stop_generation(served: Served) -> None:
     stop.set()
     thread.join()
     assert seen == sorted(seen)
+
+
+def test_older_versions_and_other_trainers_are_refused(served: Served) -> None:
+    """By the engine itself, whatever the trainers think of each other; what is served stays."""
+    served.publisher.publish(full_weights(tiny_model(1)), step=1)
+    served.publisher.publish(full_weights(tiny_model(2)), step=2)
+    older = served.folder.root / "v1"
+    other = FileTransport(served.folder, "other")
+    with Replica(served.url, 1) as replica:
+        with pytest.raises(PublishError, match="serves version 2, newer than version 1: another trainer publishes"):
+            other.bring(replica, PolicyFiles(1, older, ""))
+        with pytest.raises(PublishError, match="trainer 'one' publishes here, trainer 'other' cannot"):
+            replica.claim("other")
+        for info, message in (
+            ({"version": 1, "owner": "one"}, "refused: version 1 is older than version 2"),
+            ({"version": 9, "owner": "other"}, "trainer 'one' publishes here, not trainer 'other'"),
+            ({"version": 9, "owner": "one", "digest": "0"}, "has digest .*, announced was 0"),
+        ):
+            replica.start()
+            with pytest.raises(PublishError, match=message):
+                replica.update({"path": str(older / "model.safetensors"), **info})
+        assert served.greedy() == (expected(tiny_model(2)), "2")
+        replica.release()
+        replica.claim("other")
+
+
+def test_wrong_weights_under_the_right_label_are_found_and_replaced(served: Served) -> None:
+    served.publisher.publish(full_weights(tiny_model(1)), step=1)
+    damaged = full_weights(tiny_model(1))
+    damaged["model.layers.0.mlp.up_proj.weight"][2, 3] += 1e-3
+    files = served.folder.write(99, damaged)
+    transport = FileTransport(served.folder, "one")
+    with Replica(served.url, 1) as replica:
+        replica.start()
+        replica.update({"path": str(files.file), "version": 1, "owner": "one"})
+        replica.finish("1")
+        verdict = transport.compare(replica, served.publisher.current)
+        assert verdict.differing == ["model.layers.0.mlp.up_proj.weight"]
+        with pytest.raises(PublishError, match=r"1 of \d+ tensors differ, first 'model\.layers\.0\.mlp\.up_proj"):
+            verdict.require(replica, 1)
+        served.publisher.start()
+        assert transport.compare(replica, served.publisher.current).good
+
+
+def test_a_replica_that_a_dead_trainer_paused_samples_again(served: Served) -> None:
+    with Replica(served.url, 1) as replica:
+        replica.post("/pause?mode=keep", {})
+        served.publisher.publish(full_weights(tiny_model(1)), step=1)
+        assert not replica.is_paused()
+    assert served.greedy() == (expected(tiny_model(1)), "1")
+
+
+def test_a_replica_that_is_away_is_left_behind_and_caught_up(served: Served, tmp_path: Path) -> None:
+    """Two replicas, one of them stopped: the other takes the version; the first is brought when it answers again."""
+    spec = served.child.spec
+    second = Child(ChildSpec("second", spec.command, spec.ready, tmp_path / "second.log"), served.events.append)
+    second.begin()
+    try:
+        away = second.wait()
+        publisher = served.make(patience=0.2)
+        publisher.connect([served.url, away], None)
+        publisher.start()
+        second.stop()
+        publisher.publish(full_weights(tiny_model(1)), step=1)
+        assert set(publisher._serving) == {served.url}
+        port = away.rpartition(":")[2]
+        again = ChildSpec("second", spec.command, spec.ready, tmp_path / "second.log", port=int(port))
+        second = Child(again, served.events.append)
+        second.begin()
+        second.wait()
+        while away not in publisher._serving:
+            time.sleep(0.05)
+        assert publisher._serving[away].version == 1
+        publisher.close()
+    finally:
+        second.stop()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fingerprint_changes_with_any_bit_and_place(dtype: torch.dtype) -> None:
+    tensor = torch.randn(3, 700, generator=torch.Generator().manual_seed(0)).to(dtype)
+    seen = {fingerprint(tensor), fingerprint(tensor.t()), fingerprint(tensor.reshape(700, 3)), fingerprint(tensor[:2])}
+    for row, column in ((0, 0), (1, 349), (2, 699)):
+        other = tensor.clone()
+        other[row, column] = torch.nextafter(other[row, column].float(), torch.tensor(9.0)).to(dtype) + 2**-6
+        seen.add(fingerprint(other))
+    swapped = tensor.clone()
+    swapped[[0, 1]] = swapped[[1, 0]]
+    seen.add(fingerprint(swapped))
+    assert len(seen) == 8
+    zeros = torch.zeros(5, dtype=dtype)
+    assert fingerprint(zeros) == fingerprint(-zeros)  # what a kernel makes of -0.0 is 0.0
+    assert fingerprint(tensor) == fingerprint(torch.cat([zeros.new_zeros(1, 700), tensor])[1:])  # wherever it lies
+
+
+def test_full_weights_of_a_wrapped_model_and_adapters_by_themselves() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(
+        tiny_model(0), LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=3, target_modules=["q_proj"])
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    found = adapter_weights(model)
+    assert sorted(found.tensors)[0] == "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    assert (found.config["r"], found.config["lora_alpha"], found.config["target_modules"]) == (2, 3, ["q_proj"])
+    q = "model.layers.0.self_attn.q_proj.weight"
+    a, b = (found.tensors[f"base_model.model.{q.replace('weight', f'lora_{x}.weight')}"] for x in "AB")
+    assert torch.allclose(full_weights(model)[q], tiny_model(0).state_dict()[q] + 1.5 * b @ a, atol=1e-6)
+    with pytest.raises(PublishError, match=r"has none: set policy\.lora"):
+        adapter_weights(tiny_model())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU; tests/gpu has those with")
+def test_nccl_needs_gpus(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"torch sees no GPU here; use engine\.transport = 'file'"):
+        make("nccl", WeightFolder(tmp_path, tmp_path / "out", 10), tmp_path, "one")

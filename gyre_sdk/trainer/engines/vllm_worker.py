@@ -22,7 +22,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from gyre_sdk.trainer.engines.fence import Fence
+from gyre_sdk.errors import PublishError
+from gyre_sdk.trainer.engines.fence import REFUSED, Fence
 from gyre_sdk.trainer.engines.fingerprint import fingerprint
 
 _COLUMNS = 256
@@ -70,10 +71,10 @@ class FileEngine(WeightTransferEngine[Claim, FileUpdate]):
         """Check one file; raise when it must not be served."""
         self._fence.check(update_info.owner, update_info.version)
         if update_info.digest and (found := _file_digest(Path(update_info.path))) != update_info.digest:
-            raise ValueError(f"{update_info.path} has digest {found}, announced was {update_info.digest}")
+            raise PublishError(f"{REFUSED}the file has digest {found}, announced was {update_info.digest}")
         with safe_open(update_info.path, framework="pt") as file:
             if not list(file.keys()):
-                raise ValueError(f"{update_info.path} holds no tensor")
+                raise PublishError(f"{REFUSED}the file holds no tensor")
         self._files.append(update_info)
 
     def finish_weight_update(self) -> None:
@@ -82,9 +83,12 @@ class FileEngine(WeightTransferEngine[Claim, FileUpdate]):
 
         files, self._files = self._files, []
         if not files:
-            raise ValueError("no file was sent in this weight update")
+            raise PublishError(f"{REFUSED}no file was sent in this weight update")
         initialize_layerwise_reload(self.model)
-        self.model.load_weights(_tensors(Path(file.path) for file in files))
+        try:
+            self.model.load_weights(_tensors(Path(file.path) for file in files))
+        except (KeyError, ValueError, AssertionError, RuntimeError) as error:
+            raise PublishError(f"{REFUSED}the model cannot load these weights: {error!r}") from error
         finalize_layerwise_reload(self.model, self.model_config)
         _pack_again(self.model)
         self._fence.passed(files[-1].version)

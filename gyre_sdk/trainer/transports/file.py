@@ -1,6 +1,6 @@
 """Weights as safetensors files that the replica reads: from shared memory on one machine, or from a shared disk.
 
-The file is announced and checked while generation goes on; the pause is for the load alone. It works with the embedded
+A file is checked as it is announced, before the model is touched; the pause is for the load alone. It works with the embedded
 engine and with vLLM, whose backend `gyre_file` is in `engines/vllm_worker.py`.
 """
 
@@ -71,8 +71,7 @@ class FileTransport:
         clock.next("send")
         replica.start()
         for path in files.model_files:
-            digest = files.digest if path == files.file else ""
-            replica.update({"path": str(path), "version": files.version, "owner": self._owner, "digest": digest})
+            replica.update({"path": str(path), "version": files.version, "owner": self._owner})
         self._expected.prepare(files)
         clock.next("pause")
         with replica.paused():
