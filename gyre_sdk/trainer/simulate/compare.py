@@ -1,0 +1,244 @@
+"""All policies on the same draws: makespan, GPU-hours by role, idle time, staleness, switches; mean and spread over seeds.
+
+The fixed split of a tuned `async` is chosen on the very draws that are compared, which favours it. The plan's own knobs
+are chosen on other draws: a user does not know the future either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from msgspec import Struct
+
+from gyre_sdk.trainer.cells.plan import Policy
+from gyre_sdk.trainer.cells.state import CellState
+from gyre_sdk.trainer.simulate import controls, timeline
+from gyre_sdk.trainer.simulate.controls import Setup
+from gyre_sdk.trainer.simulate.fleet import Fleet, gpu_seconds
+from gyre_sdk.trainer.simulate.scenario import Scenario
+from gyre_sdk.trainer.simulate.workload import Recorded, Workload, drawn, resampled
+
+ELASTIC = "elastic"
+BASELINES = (
+    "colocate",
+    "colocate_streaming",
+    "colocate_carry",
+    "async",
+    "async_streaming",
+    "async_tuned",
+    "async_tuned_streaming",
+)
+"""What `elastic` is compared with. The paper's own are `colocate` and `async`; the last one is the fair one to beat."""
+_TUNING_SEED = 1_000_003
+_TUNING_DRAWS = 2
+_HOUR = 3600.0
+
+Draw = Callable[[int], Workload]
+
+
+class Figure(Struct, frozen=True):
+    """A number over seeds."""
+
+    mean: float
+    spread: float
+    """Standard deviation over seeds; 0 for one seed."""
+
+
+class PolicyResult(Struct, frozen=True):
+    """What a policy came to."""
+
+    makespan_h: Figure
+    serving_gpu_h: Figure
+    training_gpu_h: Figure
+    moving_gpu_h: Figure
+    """Draining, switching and loading."""
+    idle_gpu_h: Figure
+    """Training cells without work, and the free slots of serving cells; part of the two above."""
+    staleness_mean: Figure
+    """Steps."""
+    staleness_max: Figure
+    switches: Figure
+    """Cells that changed role."""
+    knobs: str
+    """How the policy was set."""
+
+
+class Comparison(Struct, frozen=True):
+    """A scenario under all policies."""
+
+    scenario: str
+    seeds: int
+    policies: dict[str, PolicyResult]
+    ratios: dict[str, Figure]
+    """Baseline -> its makespan as a multiple of elastic's, per seed. Below 1: elastic loses."""
+    best_baseline: str
+    bound_h: float
+    """No policy can be faster: see `bound_s`."""
+
+
+def compare(
+    scenario: Scenario, *, seeds: int = 8, store: Recorded | None = None, policies: Iterable[str] = BASELINES
+) -> Comparison:
+    """Simulate a scenario under `elastic` and the named baselines."""
+    draw: Draw = partial(drawn, scenario) if store is None else partial(resampled, store, scenario)
+    workloads = [draw(seed) for seed in range(seeds)]
+    fleets: dict[str, list[Fleet]] = {}
+    setups: dict[str, Setup] = {}
+    for name in policies:
+        setups[name], fleets[name] = best(scenario, baselines(scenario, name), workloads)
+    policy = tuned(scenario, [draw(_TUNING_SEED + number) for number in range(_TUNING_DRAWS)])
+    setups[ELASTIC] = controls.elastic(policy)
+    fleets[ELASTIC] = [setups[ELASTIC].run(scenario, workload) for workload in workloads]
+    ratios = {
+        name: _figure([one.now / other.now for one, other in zip(found, fleets[ELASTIC], strict=True)])
+        for name, found in fleets.items()
+        if name != ELASTIC
+    }
+    return Comparison(
+        scenario.name,
+        seeds,
+        {name: _result(scenario, found, setups[name].knobs) for name, found in fleets.items()},
+        ratios,
+        min(ratios, key=lambda name: ratios[name].mean),
+        fmean(bound_s(scenario, workload) for workload in workloads) / _HOUR,
+    )
+
+
+def baselines(scenario: Scenario, name: str) -> list[Setup]:
+    """Return the settings of a baseline to choose the best from."""
+    cells = scenario.fleet.cells
+    splits = range(1, cells)
+    match name:
+        case "colocate":
+            return [controls.colocated(scenario, streaming=False)]
+        case "colocate_streaming":
+            return [controls.colocated(scenario, streaming=True)]
+        case "colocate_carry":
+            return [controls.carried(scenario, whole_burst=whole) for whole in (False, True)]
+        case "async" | "async_streaming" if cells > 1:
+            return [controls.fixed(scenario, scenario.given_split, streaming=name.endswith("streaming"))]
+        case "async_tuned" | "async_tuned_streaming" if cells > 1:
+            return [controls.fixed(scenario, split, streaming=name.endswith("streaming")) for split in splits]
+        case _:
+            return baselines(scenario, "colocate")
+
+
+def best(scenario: Scenario, setups: Sequence[Setup], workloads: Sequence[Workload]) -> tuple[Setup, list[Fleet]]:
+    """Return the setup with the least mean makespan, and its runs.
+
+    Splits are searched from the middle outwards in the direction that gets better: makespan has one valley in the split.
+    """
+    known: dict[int, list[Fleet]] = {}
+
+    def cost(index: int) -> float:
+        if index not in known:
+            known[index] = [setups[index].run(scenario, workload) for workload in workloads]
+        return fmean(fleet.now for fleet in known[index])
+
+    here = len(setups) // 2
+    for step in (1, -1):
+        while 0 <= here + step < len(setups) and cost(here + step) < cost(here):
+            here += step
+    cost(here)
+    return setups[here], known[here]
+
+
+def candidates(scenario: Scenario, split: int) -> list[Policy]:
+    """Return the policies that tuning tries: a few habits of the plan, and the best fixed split to fall back to."""
+    moving = [Policy(), Policy(at_once=1)]
+    return [*moving, Policy(standing=split), controls.split(Policy(), split)] if split else moving
+
+
+def tuned(scenario: Scenario, workloads: Sequence[Workload]) -> Policy:
+    """Choose the plan's knobs by simulating what was drawn for that; a manager does so with its own store's runs."""
+    split = 0
+    if scenario.fleet.cells > 1:
+        splits = baselines(scenario, "async_tuned_streaming")
+        split = best(scenario, splits, workloads)[0].mode.training
+    return min(
+        candidates(scenario, split),
+        key=lambda policy: fmean(controls.elastic(policy).run(scenario, one).now for one in workloads),
+    )
+
+
+def bound_s(scenario: Scenario, workload: Workload) -> float:
+    """Return seconds below which no policy that publishes every burst can be.
+
+    Two bounds, the larger counts: all work at full use of all cells; and burst by burst, the longest of the runs that
+    could only be dispatched when the burst opened, at the speed of a run that has a cell for itself.
+    """
+    batch = scenario.batch
+    serving = sum(map(sum, workload.lengths)) / scenario.fleet.slots
+    work = (sum(workload.work) + serving) / scenario.fleet.cells
+    latency, before = 0.0, 0
+    for step in range(0, batch.steps, batch.mu):
+        upto = min((step + batch.mu) * batch.groups, len(workload.lengths))
+        latency += max((max(group) for group in workload.lengths[before:upto]), default=0.0) / scenario.fleet.solo
+        before = int((step + batch.mu + batch.phi) * batch.groups)
+    return max(work, latency)
+
+
+def as_object(found: Comparison) -> dict[str, Any]:
+    """Return a comparison as plain JSON: means under the names, spreads beside them."""
+    policies = {}
+    for name, result in found.policies.items():
+        flat: dict[str, Any] = {}
+        for key in PolicyResult.__struct_fields__:
+            value = getattr(result, key)
+            if isinstance(value, Figure):
+                flat[key], flat[f"{key}_spread"] = value.mean, value.spread
+            else:
+                flat[key] = value
+        policies[name] = flat
+    return {
+        "scenario": found.scenario,
+        "seeds": found.seeds,
+        "policies": policies,
+        "ratios": {name: figure.mean for name, figure in found.ratios.items()},
+        "ratios_spread": {name: figure.spread for name, figure in found.ratios.items()},
+        "best_baseline": found.best_baseline,
+        "bound_h": found.bound_h,
+    }
+
+
+def _result(scenario: Scenario, fleets: Sequence[Fleet], knobs: str) -> PolicyResult:
+    gpus = scenario.fleet.gpus_per_cell
+    rows = []
+    for fleet in fleets:
+        states = [sum(cell.get(state, 0.0) for cell in gpu_seconds(fleet)) for state in CellState]
+        seconds = dict(zip(CellState, states, strict=True))
+        serving, training = seconds[CellState.SERVING], seconds[CellState.TRAINING]
+        moving = sum(seconds.values()) - serving - training
+        idle = serving - fleet.slots_used + training - fleet.train_busy
+        hours = [gpus * value / _HOUR for value in (serving, training, moving, idle)]
+        stale = fleet.trace.staleness
+        rows.append((fleet.now / _HOUR, *hours, fmean(stale), float(max(stale)), float(fleet.counts.switches)))
+    figures = [_figure(column) for column in zip(*rows, strict=True)]
+    names = PolicyResult.__struct_fields__[: len(figures)]
+    return PolicyResult(**dict(zip(names, figures, strict=True)), knobs=knobs)
+
+
+def _figure(values: Sequence[float]) -> Figure:
+    return Figure(fmean(values), stdev(values) if len(values) > 1 else 0.0)
+
+
+def draw_timeline(scenario: Scenario, path: Path, store: Recorded | None = None) -> None:
+    """Draw `colocate`, the fair fixed split and `elastic` on the first seed.
+
+    Raises:
+        SettingsError: the file's ending is not one of a picture, or it cannot be written.
+    """
+    timeline.check(path)
+    draw: Draw = partial(drawn, scenario) if store is None else partial(resampled, store, scenario)
+    workload = draw(0)
+    setups = {
+        "colocate": baselines(scenario, "colocate")[0],
+        "async_tuned_streaming": best(scenario, baselines(scenario, "async_tuned_streaming"), [workload])[0],
+        ELASTIC: controls.elastic(tuned(scenario, [draw(_TUNING_SEED + number) for number in range(_TUNING_DRAWS)])),
+    }
+    lanes = [timeline.Lane(name, setup.run(scenario, workload, record=True)) for name, setup in setups.items()]
+    timeline.write(path, scenario.name, lanes)

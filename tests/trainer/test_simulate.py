@@ -1,0 +1,201 @@
+"""The simulator's laws: nothing is lost or done twice, every GPU-second has one state, no policy beats the bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gyre_sdk.errors import TrainerError
+from gyre_sdk.trainer.cells.plan import Action, Move, Policy
+from gyre_sdk.trainer.cells.state import CellState
+from gyre_sdk.trainer.simulate import controls
+from gyre_sdk.trainer.simulate.compare import bound_s
+from gyre_sdk.trainer.simulate.fleet import Fleet, Mode, gpu_seconds
+from gyre_sdk.trainer.simulate.scenario import Batch, Costs, Runs, Scenario, Training
+from gyre_sdk.trainer.simulate.scenario import Fleet as Cells
+from gyre_sdk.trainer.simulate.workload import Workload, drawn
+
+scenarios = st.builds(
+    Scenario,
+    fleet=st.builds(Cells, cells=st.integers(2, 6), slots=st.floats(1, 12), solo=st.floats(1, 5)),
+    batch=st.builds(
+        Batch,
+        groups=st.integers(1, 4),
+        runs=st.integers(1, 4),
+        steps=st.integers(1, 9),
+        mu=st.integers(1, 3),
+        phi=st.floats(0, 3),
+    ),
+    runs=st.builds(
+        Runs,
+        median_s=st.floats(10, 5000),
+        sigma=st.floats(0, 1.5),
+        correlation=st.floats(0, 1),
+        timeout_s=st.floats(1000, 20000),
+    ),
+    training=st.builds(Training, batch_s=st.floats(1, 2000)),
+    costs=st.builds(
+        Costs,
+        drain_s=st.floats(0, 60),
+        switch_s=st.floats(0, 60),
+        load_s=st.floats(0, 60),
+        join_s=st.floats(0, 30),
+        recompute_s=st.floats(0, 10),
+    ),
+)
+
+
+def setups(scenario):
+    """Return every way to share cells that is compared."""
+    split = scenario.given_split
+    return {
+        "colocate": controls.colocated(scenario, streaming=False),
+        "colocate_streaming": controls.colocated(scenario, streaming=True),
+        "carry_step": controls.carried(scenario, whole_burst=False),
+        "carry_burst": controls.carried(scenario, whole_burst=True, streaming=False),
+        "async": controls.fixed(scenario, split, streaming=False),
+        "async_streaming": controls.fixed(scenario, split, streaming=True),
+        "elastic": controls.elastic(Policy()),
+        "one_at_a_time": controls.elastic(Policy(at_once=1, pace=float("inf"))),
+        "standing": controls.elastic(Policy(standing=1)),
+        "split": controls.elastic(controls.split(Policy(), split)),
+    }
+
+
+NAMES = list(setups(Scenario()))
+
+
+@settings(max_examples=120, deadline=None)
+@given(scenarios, st.sampled_from(NAMES), st.integers(0, 5))
+def test_conservation(scenario, name, seed):
+    workload = drawn(scenario, seed)
+    setup = setups(scenario)[name]
+    fleet = Fleet(scenario, workload, setup.mode, record=True)
+
+    def watched(seen_fleet):
+        seen = seen_fleet.observe()
+        assert seen.serving + seen.training + seen.moving == scenario.fleet.cells
+        assert seen.finished <= seen.started <= seen.dispatched <= workload.runs
+        assert seen.water == sum(seen_fleet.unfinished)
+        return setup.decide(seen_fleet)
+
+    fleet.run(watched)
+    counts, batch = fleet.counts, scenario.batch
+    assert counts.dispatched == counts.started == counts.finished == workload.runs
+    assert sorted(fleet.trace.trained) == list(range(batch.steps * batch.groups))
+    assert len(fleet.trace.steps) == batch.steps
+    assert fleet.trace.steps == sorted(fleet.trace.steps)
+    assert len(fleet.trace.staleness) == batch.steps * batch.groups
+    assert min(fleet.trace.staleness) >= 0
+    assert max(fleet.trace.staleness) < 2 * batch.mu - 1 + batch.phi + 1e-9
+    per_cell = gpu_seconds(fleet)
+    for cell in per_cell:
+        assert sum(cell.values()) == pytest.approx(fleet.now)
+    assert sum(sum(cell.values()) for cell in per_cell) == pytest.approx(scenario.fleet.cells * fleet.now)
+    training = sum(cell.get(CellState.TRAINING, 0.0) for cell in per_cell)
+    serving = sum(cell.get(CellState.SERVING, 0.0) for cell in per_cell)
+    assert fleet.train_busy <= training * (1 + 1e-9) + 1e-6
+    assert fleet.slots_used <= serving * (1 + 1e-9) + 1e-6
+    if setup.mode.streaming:
+        assert fleet.train_busy == pytest.approx(sum(workload.work), abs=1e-3)
+    else:
+        assert fleet.train_busy >= sum(workload.work) * (1 - 1e-9) - 1e-3
+    assert fleet.now >= bound_s(scenario, workload) * (1 - 1e-6) - 1e-3
+    assert fleet.trace.water[0][1] > 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(scenarios, st.sampled_from(NAMES), st.integers(0, 5))
+def test_served_work_is_the_runs_lengths(scenario, name, seed):
+    """Where a lone run is no faster and a move loses nothing, slots in use add up to the work of all runs."""
+    plain = Scenario(
+        fleet=Cells(cells=scenario.fleet.cells, slots=scenario.fleet.slots, solo=1.0),
+        batch=scenario.batch,
+        runs=scenario.runs,
+        training=scenario.training,
+        costs=Costs(recompute_s=0.0),
+    )
+    workload = drawn(plain, seed)
+    fleet = setups(plain)[name].run(plain, workload)
+    assert fleet.slots_used * plain.fleet.slots == pytest.approx(sum(map(sum, workload.lengths)), rel=1e-6)
+
+
+def test_the_same_seed_gives_the_same_training():
+    scenario = Scenario(batch=Batch(groups=4, runs=4, steps=8))
+    one, other = (controls.elastic(Policy()).run(scenario, drawn(scenario, 3)) for _ in range(2))
+    assert (one.now, one.trace.actions) == (other.now, other.trace.actions)
+    assert one.now != controls.elastic(Policy()).run(scenario, drawn(scenario, 4)).now
+
+
+def test_one_cell_alternates():
+    scenario = Scenario(fleet=Cells(cells=1, slots=4), batch=Batch(groups=2, runs=2, steps=4, mu=1))
+    fleet = controls.elastic(Policy()).run(scenario, drawn(scenario, 0))
+    moves = [action.move for _, action in fleet.trace.actions]
+    assert moves[::2] == [Move.TO_TRAINING] * len(moves[::2])
+    assert moves[1::2] == [Move.TO_SERVING] * len(moves[1::2])
+
+
+def by_hand(**batch):
+    """Return a scenario whose course can be computed by hand: full cells, no costs of any kind but loading."""
+    return Scenario(
+        fleet=Cells(cells=2, slots=1, solo=1.0),
+        batch=Batch(**{"groups": 1, "runs": 2, "steps": 1, "mu": 1, "phi": 0, **batch}),
+        costs=Costs(drain_s=1.0, switch_s=2.0, load_s=4.0, join_s=0.0, recompute_s=0.0),
+    )
+
+
+def test_colocate_by_hand():
+    """Runs of 10 s and 30 s, 8 cell-seconds of training: 30 s, both cells switch in 3 s, train 4 s."""
+    scenario, workload = by_hand(), Workload(((10.0, 30.0),), (8.0,))
+    assert controls.colocated(scenario, streaming=True).run(scenario, workload).now == pytest.approx(37.0)
+    dealt = controls.colocated(scenario, streaming=False).run(scenario, workload)
+    assert dealt.now == pytest.approx(41.0), "one group cannot be dealt to two cells"
+
+
+def test_a_fixed_split_by_hand():
+    """One cell serves 10 s, then 30 s; the other trains 8 s when the group is complete."""
+    scenario, workload = by_hand(), Workload(((10.0, 30.0),), (8.0,))
+    assert controls.fixed(scenario, 1, streaming=True).run(scenario, workload).now == pytest.approx(48.0)
+
+
+def test_training_overlaps_with_the_tail():
+    """Groups of one run, 10 s and 100 s: elastic trains the first 20 s of work beside the second's run."""
+    scenario = by_hand(groups=2, runs=1)
+    workload = Workload(((10.0,), (100.0,)), (20.0, 20.0))
+    fleet = controls.elastic(Policy()).run(scenario, workload)
+    assert fleet.now == pytest.approx(100.0 + 20.0, abs=15.0)
+    assert fleet.now < controls.colocated(scenario, streaming=True).run(scenario, workload).now
+    assert next(action.move for _, action in fleet.trace.actions) is Move.TO_TRAINING
+
+
+def test_static_phases_wait_for_the_fullest_cell():
+    scenario = by_hand(groups=4, runs=1)
+    workload = Workload(((1.0,),) * 4, (10.0, 1.0, 10.0, 1.0))
+    shared = controls.colocated(scenario, streaming=True).run(scenario, workload).now
+    dealt = controls.colocated(scenario, streaming=False).run(scenario, workload).now
+    assert dealt - shared == pytest.approx(20.0 - 11.0)
+
+
+def test_a_run_loses_its_prefix_when_its_cell_leaves():
+    scenario = by_hand(groups=2, runs=1)
+    workload = Workload(((10.0,), (100.0,)), (20.0, 20.0))
+    costly = Scenario(fleet=scenario.fleet, batch=scenario.batch, costs=Costs(1.0, 2.0, 4.0, 0.0, recompute_s=7.0))
+    free = controls.elastic(Policy()).run(scenario, workload)
+    paid = controls.elastic(Policy()).run(costly, workload)
+    assert paid.now - free.now == pytest.approx(7.0 / 2), "one of two cells left: half of the runs lose their prefix"
+
+
+def test_bad_policies_are_reported():
+    scenario = Scenario(batch=Batch(groups=2, runs=2, steps=2))
+    workload = drawn(scenario, 0)
+    with pytest.raises(TrainerError, match="the policy must move a cell"):
+        Fleet(scenario, workload, Mode()).run(lambda fleet: ())
+    with pytest.raises(TrainerError, match="9 cells to move to training, of 8"):
+        Fleet(scenario, workload, Mode()).run(lambda fleet: (Action(Move.TO_TRAINING, 9, "too many"),))
+    two = Action(Move.TO_TRAINING, 1, "one"), Action(Move.TO_TRAINING, 1, "and another")
+    with pytest.raises(TrainerError, match="while 1 move"):
+        Fleet(scenario, workload, Mode()).run(lambda fleet: two)
+    assert replace(two[0], cells=2) != two[0]
