@@ -34,7 +34,7 @@ BASELINES = (
 )
 """What `elastic` is compared with. The paper's own are `colocate` and `async`; the last one is the fair one to beat."""
 _TUNING_SEED = 1_000_003
-_TUNING_DRAWS = 2
+_TUNING_DRAWS = 3
 _HOUR = 3600.0
 
 Draw = Callable[[int], Workload]
@@ -147,10 +147,13 @@ def best(scenario: Scenario, setups: Sequence[Setup], workloads: Sequence[Worklo
     return setups[here], known[here]
 
 
-def candidates(scenario: Scenario, split: int) -> list[Policy]:
+def candidates(split: int) -> list[Policy]:
     """Return the policies that tuning tries: a few habits of the plan, and the best fixed split to fall back to."""
-    moving = [Policy(), Policy(at_once=1)]
-    return [*moving, Policy(standing=split), controls.split(Policy(), split)] if split else moving
+    moving = [Policy(), Policy(hysteresis=1.0), Policy(reserve=1.5), Policy(at_once=1)]
+    if not split:
+        return moving
+    standing = sorted({max(1, split - 1), split})
+    return [controls.split(Policy(), split), *moving, *(Policy(standing=number) for number in standing)]
 
 
 def tuned(scenario: Scenario, workloads: Sequence[Workload]) -> Policy:
@@ -160,7 +163,7 @@ def tuned(scenario: Scenario, workloads: Sequence[Workload]) -> Policy:
         splits = baselines(scenario, "async_tuned_streaming")
         split = best(scenario, splits, workloads)[0].mode.training
     return min(
-        candidates(scenario, split),
+        candidates(split),
         key=lambda policy: fmean(controls.elastic(policy).run(scenario, one).now for one in workloads),
     )
 

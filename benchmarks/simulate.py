@@ -1,0 +1,157 @@
+"""What the simulator says about elastic cells, beside what was published, and over a grid.
+
+    python benchmarks/simulate.py [--only rows,bidirl,grid,scale] [--seeds N] [--grid-seeds N] [--part I/N]
+
+`rows`: arXiv:2609.33848's ratios under the paper's own baselines, within 12 % each, and the fair baselines beside them. `bidirl`: how
+the gain shrinks with allowed staleness. `grid`: 288 points; elastic is never more than 2 % behind the best fair baseline; on the
+long-tailed third, what was gained and what could have been: a point's ceiling is the best baseline's time over what no
+policy can beat (all work at full use, the longest runs of each burst, or a carry-over's time without its training). `--part 2/3` does the second
+third of the grid. `scale`: 1,000 cells and 100,000 runs. Prints one JSON object, and tables on standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+import report
+from msgspec.structs import replace
+from simulation import grid, paper
+
+from gyre_sdk.trainer.cells.plan import Policy
+from gyre_sdk.trainer.simulate import controls
+from gyre_sdk.trainer.simulate.compare import Comparison, compare
+from gyre_sdk.trainer.simulate.scenario import Batch, Fleet, Runs, Scenario, Training, read
+from gyre_sdk.trainer.simulate.workload import drawn
+
+_PARTS = ("rows", "bidirl", "grid", "scale")
+_SCALE_S = 60.0
+
+
+def main() -> None:
+    """Simulate and print."""
+    options = _options()
+    result: dict[str, Any] = {"aims": [], "problems": {}}
+    for part in options.only:
+        result[part] = {"rows": _rows, "bidirl": _bidirl, "grid": _grid, "scale": _scale}[part](options, result["aims"])
+    report.verdicts(result)
+    print(json.dumps(result))
+
+
+def _rows(options: argparse.Namespace, aims: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found: dict[str, Comparison] = {}
+    rows = []
+    for row in paper.ROWS:
+        if row.scenario not in found:
+            found[row.scenario] = compare(read(row.scenario), seeds=options.seeds)
+        one = paper.judged(row, found[row.scenario])
+        rows.append(one)
+        report.say(
+            f"{row.scenario:>15}  {row.what:<36} paper {one['paper']!s:>13}  simulated {one['simulated']:.2f} ±{one['spread']:.2f}"
+            f"  {one['off']:+.1%}"
+        )
+        aims.append(_aim(f"{row.scenario}: {row.what}", one["simulated"], f"{one['paper']} within 12%", one["met"]))
+    for name, comparison in found.items():
+        fair = {key: round(comparison.ratios[key].mean, 3) for key in paper.FAIR}
+        report.say(f"{name:>15}  fair baselines, elastic's times: {fair}; elastic: {_knobs(comparison)}")
+        rows.append(
+            {"scenario": name, "fair": fair, "elastic_h": round(comparison.policies["elastic"].makespan_h.mean, 2)}
+        )
+    return rows
+
+
+def _bidirl(options: argparse.Namespace, aims: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    scenario, rows = read("bidirl"), []
+    for staleness, published in paper.BIDIRL.items():
+        asked = replace(scenario, batch=replace(scenario.batch, phi=staleness))
+        found = compare(asked, seeds=min(options.seeds, 4), policies=("async_streaming", "async_tuned_streaming"))
+        ratio = found.ratios["async_streaming"]
+        rows.append({"staleness": staleness, "published": published, "simulated": round(ratio.mean, 3)})
+        report.say(
+            f"         bidirl  staleness {staleness}: published {published}  simulated {ratio.mean:.2f} ±{ratio.spread:.2f}"
+            f"  (tuned split {found.ratios['async_tuned_streaming'].mean:.2f})"
+        )
+        aims.append(
+            _aim(
+                f"BiDiRL at staleness {staleness}",
+                rows[-1]["simulated"],
+                f"{published} within 12%",
+                abs(ratio.mean / published - 1) <= paper.WITHIN,
+            )
+        )
+    falling = all(one["simulated"] >= other["simulated"] - 0.02 for one, other in zip(rows, rows[1:], strict=False))
+    aims.append(_aim("BiDiRL: the gain shrinks with staleness", [row["simulated"] for row in rows], "falling", falling))
+    return rows
+
+
+def _grid(options: argparse.Namespace, aims: list[dict[str, Any]]) -> dict[str, Any]:
+    results = []
+    for one in grid.measured(options.grid_seeds, options.part):
+        results.append(one)
+        marks = ("LOSES " if one["ratio"] < grid.LOSS else "") + (
+            "" if one["tail"] < max(grid.TAIL) or one["ratio"] >= grid.GAIN else "below 1.15 "
+        )
+        where = " ".join(f"{axis} {one[axis]:g}" for axis in grid.AXES)
+        report.say(
+            f"{where}: {one['ratio']:.2f}x of {one['best']}, ceiling {one['ceiling']:.2f}, {one['knobs']} {marks}"
+        )
+    found = grid.summary(results)
+    aims.append(_aim("grid: worst ratio to the best baseline", found["worst"], grid.LOSS, found["worst"] >= grid.LOSS))
+    reached = f"{found['tailed_reached']} of {found['tailed']}, mean {found['tailed_mean']}"
+    met = found["tailed_reached"] == found["tailed"]
+    aims.append(_aim("grid: long-tailed points at 1.15x or more", reached, "all", met))
+    report.say(
+        f"long-tailed third: {reached}; {found['tailed_reachable']} could be reached by any policy at all, their mean is"
+        f" {found['tailed_reachable_mean']}, {found['tailed_share_of_ceiling']} of what is possible there (logarithms)"
+    )
+    return {**found, "results": results}
+
+
+def _scale(options: argparse.Namespace, aims: list[dict[str, Any]]) -> dict[str, Any]:
+    scenario = Scenario(
+        name="scale",
+        fleet=Fleet(cells=1000, slots=16),
+        batch=Batch(groups=500, runs=10, steps=20),
+        runs=Runs(3600, 0.7, 0.5, 14400),
+        training=Training(batch_s=300),
+    )
+    workload = drawn(scenario, 0)
+    started = time.perf_counter()
+    fleet = controls.elastic(Policy()).run(scenario, workload)
+    seconds = time.perf_counter() - started
+    aims.append(_aim("1,000 cells, 100,000 runs, seconds", round(seconds, 1), _SCALE_S, seconds <= _SCALE_S))
+    return {"runs": workload.runs, "seconds": seconds, "switches": fleet.counts.switches}
+
+
+def _knobs(found: Comparison) -> str:
+    return found.policies["elastic"].knobs
+
+
+def _aim(aim: str, value: Any, limit: Any, met: bool) -> dict[str, Any]:
+    return {"aim": aim, "value": value, "limit": limit, "met": met}
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=report.chosen(_PARTS), default=list(_PARTS), help=f"of {', '.join(_PARTS)}")
+    parser.add_argument("--seeds", type=int, default=8, help="draws of the rows")
+    parser.add_argument("--grid-seeds", type=int, default=2, help="draws of each point of the grid")
+    parser.add_argument("--part", type=_part, default=(1, 1), help="I/N: a part of the grid", metavar="I/N")
+    return parser.parse_args()
+
+
+def _part(text: str) -> tuple[int, int]:
+    number, _, parts = text.partition("/")
+    try:
+        found = int(number), int(parts)
+    except ValueError:
+        found = 0, 0
+    if not 1 <= found[0] <= found[1]:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a part; write 2/3 for the second third")
+    return found
+
+
+if __name__ == "__main__":
+    main()
