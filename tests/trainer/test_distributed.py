@@ -11,6 +11,7 @@ import torch
 from ranks_kit import together
 from tiny_policy import pure64, random_row, relative, tiny_model, unit_of
 
+from gyre_sdk.errors import SettingsError, TrainerError
 from gyre_sdk.trainer.config import LoraConfig, PolicyConfig
 from gyre_sdk.trainer.policy import load_policy
 from gyre_sdk.trainer.trainer import StepReport, TreeGRPOConfig, TreeGRPOTrainer
@@ -97,10 +98,30 @@ def test_ranks_find_the_gradient_of_one_process(tmp_path: Path, alone: Any, size
             assert metrics == pytest.approx(wanted_metrics, rel=1e-9, abs=1e-15)
 
 
-def test_a_step_without_units_is_skipped_on_every_rank(tmp_path: Path) -> None:
-    for found in together(2, steps, tmp_path, [0]):
+def without_units(folder: Path) -> tuple[list[Any], str, str]:
+    """Train on what rank 0 cannot give; then on nothing; then with what cannot work in shards."""
+
+    def broken(step: int) -> Any:
+        yield some_units(step)[0]
+        raise ValueError("the store is gone")
+
+    trainer, _ = trainer_in(folder, broken, tiny_model())
+    with pytest.raises((ValueError, TrainerError)) as failed:
+        trainer.train()
+    found = steps(folder, [0])
+    with pytest.raises(SettingsError) as refused:
+        trainer_in(folder, some_units, tiny_model(), executor="gather", **SHARDED)
+    return found, f"{failed.type.__name__}: {failed.value}", str(refused.value)
+
+
+def test_what_ends_a_step_ends_it_on_every_rank(tmp_path: Path) -> None:
+    lead, other = together(2, without_units, tmp_path)
+    for found, _, refused in (lead, other):
         for gradient, metrics, units in found:
             assert (len(gradient), metrics, units) == (0, {}, [])
+        assert refused.startswith("executor = 'gather' makes as many passes as its rows have segments")
+    assert lead[1] == "ValueError: the store is gone"
+    assert other[1] == "TrainerError: rank 0 cannot go on: ValueError: the store is gone"
 
 
 def trainings(folder: Path, base: Path, lora: LoraConfig | None) -> Any:
