@@ -18,7 +18,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from gyre_sdk.errors import TrainerError
 from gyre_sdk.trainer.attention.budget import Budget
 from gyre_sdk.trainer.attention.check import compare
-from gyre_sdk.trainer.attention.choose import Auto, choose, costs, fastest, fitted, kept_bytes
+from gyre_sdk.trainer.attention.choose import Auto, choose, costs, fastest, fitted, kept_bytes, segment_cost
 from gyre_sdk.trainer.attention.dfs import DfsExecutor
 from gyre_sdk.trainer.attention.flat import FlatExecutor
 from gyre_sdk.trainer.attention.gather import GatherExecutor
@@ -179,13 +179,25 @@ def test_auto_takes_what_has_least_to_compute() -> None:
     assert fastest(comb, Budget()) == "gather"  # 760 tokens instead of 2560
     assert fastest(comb, Budget(tokens=680)) == "dfs"  # passes of two rows repeat the trunk
     assert fastest(apart, Budget()) == "flat"  # nothing is shared, nothing is padded
+    little = [row_of(f"{n}", np.concatenate([trunk[:10], tokens(90)]), 10) for n in range(4)]
+    assert fastest(little, Budget()) == "gather" and fastest(little, Budget(), 20.0) == "flat"  # in a tiny model
     assert fastest(comb[:1], Budget()) == "flat"
     assert fastest(comb[:1], Budget(tokens=500)) == "dfs"  # longer than a pass: cut
     found = costs(comb, Budget(tokens=680))
     assert found.dfs < found.gather < found.flat
 
 
-def test_auto_gives_the_gradient_of_flat_whatever_it_takes() -> None:
+def test_a_segment_costs_less_in_a_larger_model() -> None:
+    tiny, larger = (family("qwen3", hidden_size=size, intermediate_size=2 * size) for size in (32, 128))
+    assert segment_cost(tiny) > 4 * segment_cost(larger) > 0
+    # neither its vocabulary nor its depth has to do with it
+    assert segment_cost(family("qwen3", vocab_size=4096, tie_word_embeddings=True)) == pytest.approx(
+        segment_cost(family("qwen3", num_hidden_layers=6, tie_word_embeddings=True)), rel=0.01
+    )
+
+
+def test_auto_gives_the_gradient_of_flat_whatever_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gyre_sdk.trainer.attention.choose._SEGMENT_WEIGHTS", 10_000)  # a model of some size
     model = tiny_model()
     budget = Budget(tokens=70, segment=16)
     auto, flat = choose(model, budget=budget), FlatExecutor(model, budget)
@@ -194,8 +206,9 @@ def test_auto_gives_the_gradient_of_flat_whatever_it_takes() -> None:
     apart = [row_of(f"{n}", draw.integers(3, VOCAB, 30), 5) for n in range(4)]
     long = [row_of("long", draw.integers(3, VOCAB, 100), 50)]
     taken = set()
+    segment = segment_cost(model)
     for rows in (branching_rows(), apart, long, branching_rows()[:4]):
-        taken.add(fastest(rows, budget))
+        taken.add(fastest(rows, budget, segment))
         flat.forward_backward(rows, objective)
         wanted = gradient(model)
         model.zero_grad()

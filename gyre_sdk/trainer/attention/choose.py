@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import nn
 
 from gyre_sdk.errors import TrainerError
 from gyre_sdk.trainer.attention.budget import Budget
@@ -30,8 +31,10 @@ from gyre_sdk.trainer.units import Row
 _log = logging.getLogger("gyre.trainer")
 
 Wanted = Literal["auto", "flat", "gather", "dfs"]
-_SEGMENT_COST = 8
-"""Tokens that could be computed in the time that a segment costs beside its tokens: calls, merging of results."""
+_SEGMENT_WEIGHTS = 600_000
+"""What a segment costs in a layer beside its tokens (calls, merging of results), in weights that a token is multiplied with.
+
+Measured on one CPU core: 16 tokens of a layer with 40 thousand weights, nothing worth counting from a million on."""
 _RECOMPUTED = 1.33
 """What `dfs` pays for a token above a branch: a second forward pass beside a forward and a backward one."""
 
@@ -85,6 +88,7 @@ class Auto:
     def __init__(self, model: Any, flat: FlatExecutor, budget: Budget) -> None:
         """`flat` is the reference that the others are checked against."""
         self._budget = budget
+        self._segment = segment_cost(model)
         self._executors: dict[str, Executor] = {
             "flat": flat,
             "gather": _packed(model, flat, budget),
@@ -93,11 +97,11 @@ class Auto:
 
     def forward(self, rows: Sequence[Row]) -> Scores:
         """Score the targets without a gradient."""
-        return self._executors[fastest(rows, self._budget)].forward(rows)
+        return self._executors[fastest(rows, self._budget, self._segment)].forward(rows)
 
     def forward_backward(self, rows: Sequence[Row], objective: Objective) -> Scores:
         """Score the targets and add the gradient of the summed objective into the parameters' `.grad`."""
-        return self._executors[fastest(rows, self._budget)].forward_backward(rows, objective)
+        return self._executors[fastest(rows, self._budget, self._segment)].forward_backward(rows, objective)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,24 +113,36 @@ class Costs:
     dfs: float
 
 
-def costs(rows: Sequence[Row], budget: Budget) -> Costs:
-    """Count what the executors would compute. Only `dfs` cuts a path that is longer than a pass may be."""
+def costs(rows: Sequence[Row], budget: Budget, segment: float = 0.0) -> Costs:
+    """Count what the executors would compute. Only `dfs` cuts a path that is longer than a pass may be.
+
+    Args:
+        segment: what a segment costs beside its tokens, in tokens.
+    """
     lengths = [int(row.targets[-1]) for row in rows if len(row.targets)]
     whole = plant(rows)
     above = np.isin(np.arange(len(whole.start_S)), whole.parent_S)
     twice = int((whole.stop_S - whole.start_S)[above].sum())
-    dfs = whole.unique + (_RECOMPUTED - 1) * twice + _SEGMENT_COST * len(whole.start_S)
+    dfs = whole.unique + (_RECOMPUTED - 1) * twice + segment * len(whole.start_S)
     if max(lengths, default=0) > budget.tokens:
         return Costs(float("inf"), float("inf"), dfs)
     flat = sum(len(order) * lengths[int(order[-1])] for order in plan(lengths, budget.tokens))
     forests = [whole] if whole.unique <= budget.tokens else [plant(rows, part) for part in groups(rows, budget.tokens)]
-    gather = sum(forest.unique + _SEGMENT_COST * len(forest.start_S) for forest in forests)
+    gather = sum(forest.unique + segment * len(forest.start_S) for forest in forests)
     return Costs(flat, gather, dfs)
 
 
-def fastest(rows: Sequence[Row], budget: Budget) -> str:
+def segment_cost(model: Any) -> float:
+    """Return what a segment costs beside its tokens, in tokens: the more, the smaller the layers of a model."""
+    text = model.config.get_text_config()
+    tables = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Embedding))
+    weights = sum(parameter.numel() for parameter in model.parameters()) - tables
+    return float(_SEGMENT_WEIGHTS * text.num_hidden_layers / max(1, weights))
+
+
+def fastest(rows: Sequence[Row], budget: Budget, segment: float = 0.0) -> str:
     """Return the name of the executor with least to compute; a tie goes to the simpler one."""
-    found = costs(rows, budget)
+    found = costs(rows, budget, segment)
     return min(("flat", "gather", "dfs"), key=lambda name: getattr(found, name))
 
 

@@ -1,0 +1,1 @@
+"""Inputs and systems of the training benchmark."""
