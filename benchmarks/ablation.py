@@ -51,13 +51,13 @@ def main() -> None:
         command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
         command.add_argument("--bounds", type=int, nargs="+", default=[1, 5, 0], help="J_max; 0 for none")
         command.add_argument("--tasks", type=int, default=50, help="held-out tasks of an evaluation")
-        command.add_argument("--picture", type=Path, help="`report`: an SVG file for the reward curves")
+        command.add_argument("--page", type=Path, help="`report`: a page to write the tables into, a picture beside it")
         command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the config")
     arguments = parser.parse_args()
     if arguments.command == "report":
         from ablation_report import report
 
-        print(report(arguments.dir, arguments.seeds, arguments.bounds, arguments.picture))
+        print(report(arguments.dir, arguments.seeds, arguments.bounds, arguments.page))
         return
     if arguments.command == "one":
         train_one(arguments, arguments.seeds[0], arguments.bounds[0])

@@ -19,32 +19,41 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from gyre_sdk.journal import Journal
+from gyre_sdk.trainer.attention.budget import Budget
 from gyre_sdk.trainer.attention.executor import Objective
 from gyre_sdk.trainer.attention.flat import FlatExecutor
 from gyre_sdk.trainer.attention.gather import GatherExecutor
 from gyre_sdk.trainer.attention.layout import plant
 from gyre_sdk.trainer.units import Row, Sealer
 
-GROUPS = 12
+GROUPS = 8
 """Measured groups per seed."""
+TOKENS = 2048
+"""Of a forward pass, as the trainings had it."""
 REPETITIONS = 3
 LAST = 6
 """Steps at the end of a training whose rewards are averaged."""
 _COLOURS = {1: "#c0392b", 5: "#2471a3", 0: "#7f8c8d"}
 
 
-def report(root: Path, seeds: Sequence[int], bounds: Sequence[int], picture: Path | None = None) -> str:
-    """Return the tables; draw the picture where it is asked for."""
+def report(root: Path, seeds: Sequence[int], bounds: Sequence[int], page: Path | None = None) -> str:
+    """Return the tables; write them into a page, between its marks, and the picture next to it."""
     results = {
         (seed, bound): json.loads(path.read_text())
         for seed in seeds
         for bound in bounds
         if (path := root / f"seed-{seed}-j-{bound}" / "result.json").is_file()
     }
-    if picture is not None:
-        picture.write_text(draw(results, bounds))
     whole = [seed for seed in seeds if (seed, 0) in results]
-    return "\n\n".join([learning(results, bounds), costs(root, whole, bounds)])
+    tables = {"rewards": learning(results, bounds), "costs": costs(root, whole, bounds)}
+    if page is not None:
+        text = page.read_text()
+        for name, table in tables.items():
+            before, _, rest = text.partition(f"<!-- {name} -->")
+            text = f"{before}<!-- {name} -->\n{table}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+        page.write_text(text)
+        page.with_suffix(".svg").write_text(draw(results, bounds))
+    return "\n\n".join(tables.values())
 
 
 def learning(results: dict[tuple[int, int], Any], bounds: Sequence[int]) -> str:
@@ -73,7 +82,8 @@ def costs(root: Path, seeds: Sequence[int], bounds: Sequence[int]) -> str:
     seconds: dict[tuple[int, str], float] = defaultdict(float)
     for seed in seeds:
         model = AutoModelForCausalLM.from_pretrained(root / f"policy-{seed}", dtype=torch.float32).eval()
-        executors = {"flat": FlatExecutor(model), "gather": GatherExecutor(model)}
+        budget = Budget(tokens=TOKENS)
+        executors = {"flat": FlatExecutor(model, budget), "gather": GatherExecutor(model, budget)}
         for sealed in _sealed(root / f"seed-{seed}-j-0" / "store.db", bounds):
             for bound, rows in sealed.items():
                 found = counts[bound]
@@ -87,9 +97,9 @@ def costs(root: Path, seeds: Sequence[int], bounds: Sequence[int]) -> str:
             for _ in range(REPETITIONS):
                 for bound, rows in sealed.items():
                     for name, executor in executors.items():
-                        began = time.perf_counter()
+                        began = time.process_time()
                         executor.forward_backward(rows, _objective(rows))
-                        took = time.perf_counter() - began
+                        took = time.process_time() - began
                         model.zero_grad(set_to_none=True)
                         least[bound, name] = min(took, least.get((bound, name), took))
             for key, took in least.items():
