@@ -36,7 +36,7 @@ from gyre_sdk.trainer.engines import vllm
 from gyre_sdk.trainer.feed import CallFeed
 from gyre_sdk.trainer.ledger import Ledger, Recovery, VersionPublished, recover
 from gyre_sdk.trainer.processes import Child, ChildSpec
-from gyre_sdk.trainer.publish import Publisher
+from gyre_sdk.trainer.publish import PATIENCE, Publisher
 from gyre_sdk.trainer.rollouts import cancel_orphans
 from gyre_sdk.trainer.tasks import load_agent, load_tasks
 from gyre_sdk.trainer.transports import Transport, choose, make
@@ -166,7 +166,13 @@ class Stack:
         transport = make(choose(config), folder, config.policy.model, _identity(config.output.dir))
         start = self._starting_policy(transport)
         self.publisher = Publisher(
-            self.ledger, folder, start, observer=self.observer, transport=transport, check=self.check
+            self.ledger,
+            folder,
+            start,
+            observer=self.observer,
+            transport=transport,
+            check=self.check,  # one that gyre restarts is waited for until its supervisor gives up
+            patience=vllm.PATIENCE if config.engine.kind == "vllm" and config.engine.url is None else PATIENCE,
         )
         self._cleanup.callback(self.publisher.close)
         engine = self._child(self._engine(transport.name)) if config.engine.url is None else None
