@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -103,10 +105,11 @@ def agent_rows(seed: int = 0, *, system: int = 20, turns: int = 5, turn: int = 9
             rows.append((np.concatenate([history, tokens(side)]), np.arange(len(history) + 1, len(history) + side)))
             sampled.append(np.arange(len(history) + 2, len(history) + turn))  # what a tool said is not a target
             history = np.concatenate([history, tokens(turn)])
-            if number == turns // 2:
+            if number == (turns - 1) // 2:
                 rows.append((history, np.concatenate(sampled)))
                 history, sampled = np.concatenate([prompt, tokens(7)]), []
-        rows.append((history, np.concatenate(sampled)))
+        if sampled:
+            rows.append((history, np.concatenate(sampled)))
         agent = np.concatenate([prompt, tokens(11)])
         rows.append((agent, np.arange(system + 3, len(agent))))
         count = sum(len(targets) for _, targets in rows)
@@ -148,6 +151,17 @@ def two_level(rows: Sequence[Row]) -> Objective:
         return -((gain_C + 0.05 * entropy_C.square()) * weight_K[index_C].to(logp_C)).sum()
 
     return objective
+
+
+def cut_row(one: Row, at: Sequence[int]) -> list[Row]:
+    """Spread a row's targets over several rows with the same path."""
+    names = ("targets", "weights", "logprobs", "versions", "calls", "advantages", "temperatures")
+    bounds = [0, *sorted(at), len(one.targets)]
+    return [
+        replace(one, leaf=f"{one.leaf}-{start}", **{name: getattr(one, name)[start:stop] for name in names})
+        for start, stop in pairwise(bounds)
+        if stop > start
+    ]
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]
