@@ -42,11 +42,11 @@ policies = st.builds(
     Policy,
     standing=st.integers(0, 6),
     elastic=st.booleans(),
-    hysteresis=st.floats(1, 4),
+    hysteresis=st.floats(0.5, 4),
     pace=st.sampled_from([0.5, 1.0, 2.0, float("inf")]),
     at_once=st.integers(0, 3),
 )
-PLAIN = Policy()
+PLAIN = Policy(hysteresis=2.0)
 SEEN = Observation(
     serving=8,
     training=0,
@@ -150,7 +150,7 @@ def test_no_work_no_move():
 
 
 def test_work_that_is_not_worth_the_switch_waits_for_more():
-    assert plan(replace(SEEN, ready_s=23.0), Policy()) == ()
+    assert plan(replace(SEEN, ready_s=23.0), PLAIN) == ()
     assert released(replace(SEEN, ready_s=25.0)) > 0
     assert plan(replace(SEEN, ready_s=25.0), Policy(hysteresis=3)) == ()
 
@@ -158,8 +158,8 @@ def test_work_that_is_not_worth_the_switch_waits_for_more():
 def test_the_join_gate_weighs_pull_and_push():
     """One core with 100 s of work left: a satellite saves 50 s, and costs 12 s and its pull and push."""
     seen = replace(SEEN, serving=7, training=1, ready_s=100.0, rollout_left_s=0.0)
-    assert released(seen, Policy(at_once=1)) == 1
-    assert released(replace(seen, join_s=14.0), Policy(at_once=1)) == 0
+    assert released(seen, Policy(hysteresis=2.0, at_once=1)) == 1
+    assert released(replace(seen, join_s=14.0), Policy(hysteresis=2.0, at_once=1)) == 0
 
 
 def test_the_prefix_is_capped_by_what_is_left_to_train():

@@ -89,8 +89,8 @@ class Policy:
     """Cells that train whatever the water is; the training prefix never falls below it."""
     elastic: bool = True
     """False: hold `standing` and move nothing else."""
-    hysteresis: float = 2.0
-    """A move must be worth this many times its measured cost."""
+    hysteresis: float = 1.0
+    """A move must be worth this many times its measured cost, by the work that is ready now. Below 1 it counts on more."""
     pace: float = 1.0
     """Training cells at most this many times what finishes the burst's training together with its runs; `inf`: no cap."""
     reserve: float = 1.0

@@ -151,11 +151,13 @@ def best(scenario: Scenario, setups: Sequence[Setup], workloads: Sequence[Worklo
 
 def candidates(split: int) -> list[Policy]:
     """Return the policies that tuning tries: a few habits of the plan, and the best fixed split to fall back to."""
-    moving = [Policy(), Policy(hysteresis=1.0), Policy(reserve=1.5), Policy(at_once=1)]
+    moving = [Policy(), Policy(hysteresis=0.5), Policy(reserve=1.5), Policy(at_once=1)]
     if not split:
         return moving
-    standing = sorted({max(1, split - 1), split})
-    return [controls.split(Policy(), split), *moving, *(Policy(standing=number) for number in standing)]
+    standing = [Policy(standing=split, hysteresis=0.5)]
+    if split > 1:
+        standing.append(Policy(standing=split - 1))
+    return [controls.split(Policy(), split), *moving, *standing]
 
 
 def tuned(scenario: Scenario, workloads: Sequence[Workload]) -> Policy:
