@@ -115,7 +115,7 @@ def test_a_fleet_is_never_left_where_nothing_can_happen(seen, policy):
     """All runs done, work ready and nobody training; or runs, nobody serving and nothing to train: it must move."""
     if not policy.elastic:
         return
-    if not seen.water and seen.ready_s and not seen.training and seen.serving:
+    if not seen.water and not seen.awaited_s and seen.ready_s and not seen.training and seen.serving:
         assert released(seen, policy) > 0
     if seen.water and not seen.serving and seen.training and not seen.ready_s:
         assert released(seen, policy) < 0
@@ -153,6 +153,11 @@ def test_work_that_is_not_worth_the_switch_waits_for_more():
     assert plan(replace(SEEN, ready_s=23.0), PLAIN) == ()
     assert released(replace(SEEN, ready_s=25.0)) > 0
     assert plan(replace(SEEN, ready_s=25.0), Policy(hysteresis=3)) == ()
+
+
+def test_a_complete_burst_is_trained_whatever_it_is_worth():
+    """Runs of the next burst go on, so waiting for the water to sink would hold publication up."""
+    assert released(replace(SEEN, ready_s=5.0, awaited_s=0.0, rollout_left_s=0.0)) == 1
 
 
 def test_the_join_gate_weighs_pull_and_push():

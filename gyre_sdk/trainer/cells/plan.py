@@ -4,7 +4,8 @@ The waterlevel rule of arXiv:2609.33848: the next cell may leave rollout only wh
 unfinished runs, `w <= C_R - C_e`; cells leave in a fixed order, core first, and make a growing training prefix. On top of
 it, because the rule by itself loses where there is little to train or where a switch is dear:
 
-* a cell leaves only for work that is ready, and only when that work is worth the switch there and back (hysteresis);
+* a cell leaves only for work that is ready, and only when that work is worth the switch there and back (hysteresis), unless
+  the burst is complete: then publication waits for nothing else;
 * a satellite joins only when the time it saves exceeds switch, pull and push (join gate), and never more cells than
   finish what is left of the burst together (`pace`);
 * cells that run out of ready work while runs live go back, and so do cells when the water rises above the capacity;
@@ -151,7 +152,7 @@ def _release(seen: Observation, policy: Policy) -> Action | None:
         return None
     if not seen.training:
         worth = policy.hysteresis * (seen.to_train_s + seen.to_serve_s)
-        if seen.water and seen.ready_s <= worth:
+        if seen.awaited_s and seen.ready_s <= worth:
             return None
         why = f"{seen.ready_s:.0f} cell-seconds are ready, {seen.serving - cells} cells carry {seen.water} runs"
         return Action(Move.TO_TRAINING, cells, why)
