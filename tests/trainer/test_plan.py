@@ -74,7 +74,7 @@ def test_nothing_moves_while_a_cell_moves(seen, policy):
     assert plan(seen, policy) == ()
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(observations(), policies)
 def test_at_most_one_action_that_can_be_carried_out(seen, policy):
     actions = plan(seen, policy)
@@ -84,14 +84,14 @@ def test_at_most_one_action_that_can_be_carried_out(seen, policy):
         assert 0 < action.cells <= (seen.serving if action.move is Move.TO_TRAINING else seen.training)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(observations(), policies)
 def test_the_last_serving_cell_never_leaves_unfinished_runs(seen, policy):
     if seen.water and seen.serving:
         assert seen.serving - max(0, released(seen, policy)) >= 1
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(observations(), policies)
 def test_cells_leave_only_when_the_rest_carries_the_water(seen, policy):
     moved = released(seen, policy)
@@ -121,7 +121,7 @@ def test_a_fleet_is_never_left_where_nothing_can_happen(seen, policy):
         assert released(seen, policy) < 0
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(observations(), policies, st.floats(0, 1), st.floats(1, 10))
 def test_gates_are_monotone(seen, policy, cheaper, more):
     """What is worth a switch is worth a cheaper one, and more ready work never sends fewer cells."""
