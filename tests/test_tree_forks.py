@@ -133,6 +133,24 @@ def test_what_only_the_attempts_themselves_say_was_not_taken_up():
     assert set(reasons([first, second, resumed]).values()) == {None}
 
 
+def test_the_order_of_arrival_rejects_nothing():
+    """Calls that part and join in such ways that edges lie elsewhere in memory for every order."""
+    complete, summary = CallStatus.COMPLETE, "main-summary"
+    calls = [
+        call("c0", [], [1, 1, 0, 1], role=summary, lane="y"),
+        call("c1", [1, 1, 0, 1, 2, 0], [2, 1, 0, 1], role="critic", lane="x", status=complete, parent="c0"),
+        call("c2", [2, 2, 1, 1], [0, 1, 0], role=summary, lane="x", status=complete, parent="c0"),
+        call("c3", [0, 2, 1, 1], [2, 1, 2, 2], lane="x", parent="c1"),
+        call("c4", [1, 1, 0, 1, 2, 0, 2, 1], [2], role=summary, lane="y", parent="c1"),
+        call("c5", [2, 2, 1, 1], [2, 1, 0, 1], role=summary, lane="y"),
+    ]
+    fates = {
+        tuple((name, tree.untrained(name)) for name in tree.calls())
+        for tree in (RunTree.from_calls(order) for order in itertools.permutations(calls))
+    }
+    assert len(fates) == 1
+
+
 def test_a_rejection_can_be_told():
     history = call("a", [1, 2, 3], [4, 5])
     told = summary("s1", [1, 2, 3, 4, 5, 10], [30], rejected=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gyre_sdk.records import SUMMARY_SUFFIX, CallId, CallStatus, ForkReason, VersionSpan
 from gyre_sdk.tree.calls import Untrained
-from gyre_sdk.tree.radix import Block, Node
+from gyre_sdk.tree.radix import Ids, Node
 
 _WINDOW = 16
 """Tokens in a row by which an answer is known again."""
@@ -45,17 +45,13 @@ class Families:
     """Attempts at a compaction of which another one was taken up."""
 
 
-def families(calls: Mapping[CallId, Placed], blocks: Iterable[Block]) -> Families:
-    """Work out the families of all calls of a tree.
-
-    Args:
-        blocks: hold all tokens of the tree.
-    """
+def families(calls: Mapping[CallId, Placed]) -> Families:
+    """Work out the families of all calls of a tree."""
     found = Families()
     for call in calls:
         parent = found.parent[call] = find_parent(calls, call)
         found.children.setdefault(parent, []).append(call)
-    found.rejected = _rejected(calls, found, blocks)
+    found.rejected = _rejected(calls, found)
     return found
 
 
@@ -99,7 +95,7 @@ def last_of_prompt(placed: Placed) -> Node:
     return node
 
 
-def _rejected(calls: Mapping[CallId, Placed], family: Families, blocks: Iterable[Block]) -> set[CallId]:
+def _rejected(calls: Mapping[CallId, Placed], family: Families) -> set[CallId]:
     """Return the attempts at a compaction that were not taken up although another attempt was.
 
     Attempts at one compaction are summaries of one role that continue the same call, or answer the same prompt. One is
@@ -115,28 +111,52 @@ def _rejected(calls: Mapping[CallId, Placed], family: Families, blocks: Iterable
     attempts = [group for group in groups.values() if len(group) > 1]
     found: set[CallId] = set()
     if attempts:
-        memory = [(block, block.ids[: block.used].tobytes()) for block in blocks]
+        edges = list(_edges(calls))
         for group in attempts:
-            taken = _taken_up([calls[call] for call in group], memory)
+            taken = _taken_up([calls[call] for call in group], edges)
             used = {call for call, back in zip(group, taken, strict=True) if back or family.children.get(call)}
             if used:
                 found.update(set(group) - used)
     return found
 
 
-def _taken_up(group: list[Placed], memory: list[tuple[Block, bytes]]) -> list[bool]:
-    """Tell of each attempt whether a stretch of its answer is somewhere in the tree that no attempt's own path is."""
-    own = [stretch for placed in group for stretch in placed.end.stretches()]
+def _edges(calls: Mapping[CallId, Placed]) -> Iterator[tuple[Node, int, bytes]]:
+    """Yield every edge with the tokens of its paths that a window may begin in: where these start, and they as bytes."""
+    seen: set[int] = set()
+    for placed in calls.values():
+        for node in placed.end.upward():
+            if id(node) in seen:
+                break
+            seen.add(id(node))
+            before = _last(node.parent, _WINDOW - 1)
+            yield node, node.start - len(before), before.tobytes() + node.tokens.tobytes()
 
-    def elsewhere(block: Block, data: bytes, window: bytes) -> bool:
-        for at in _found(data, window):
-            if not any(here is block and first <= at < stop for here, first, stop in own):
+
+def _last(node: Node | None, count: int) -> Ids:
+    """Return the last tokens of the path that ends with a node, at most `count`."""
+    parts: list[Ids] = []
+    while node is not None and count > 0:
+        part = node.tokens[-count:]
+        parts.append(part)
+        count -= len(part)
+        node = node.parent
+    return np.concatenate(parts[::-1]) if parts else np.empty(0, np.int32)
+
+
+def _taken_up(group: list[Placed], edges: list[tuple[Node, int, bytes]]) -> list[bool]:
+    """Tell of each attempt whether a stretch of its answer begins somewhere in the tree that no attempt's own path is."""
+    own = {id(node) for placed in group for node in placed.end.upward()}
+
+    def begins_elsewhere(node: Node, start: int, data: bytes, window: bytes) -> bool:
+        for place in _found(data, window):
+            first: Node | None = node
+            while first is not None and first.start > start + place:
+                first = first.parent
+            if id(first) not in own:
                 return True
         return False
 
-    return [
-        any(elsewhere(block, data, window) for window in _windows(placed) for block, data in memory) for placed in group
-    ]
+    return [any(begins_elsewhere(*edge, window) for window in _windows(placed) for edge in edges) for placed in group]
 
 
 def _windows(placed: Placed) -> list[bytes]:

@@ -311,8 +311,7 @@ class RunTree:
 
     def _family(self) -> Families:
         if self._families is None:
-            blocks = [block for radix in self._radixes.values() for block in radix.blocks]
-            self._families = families(self._calls, blocks)
+            self._families = families(self._calls)
         return self._families
 
     def _superseded(self, call: CallId) -> bool:
