@@ -167,7 +167,7 @@ class Fleet(RuleBasedStateMachine):
         others = {url: tokens for url, tokens in before.items() if url != avoid} or before
         assert load.replica.url in others
         assert before[load.replica.url] <= 2 * min(others.values()) + SLACK
-        assert left < load.tokens <= prompt + left
+        assert left <= load.tokens <= prompt + left
 
     @precondition(lambda self: self.open)
     @rule(place=st.integers(0, 99), count=st.integers(1, 5_000))
