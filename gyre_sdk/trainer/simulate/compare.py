@@ -151,7 +151,7 @@ def best(scenario: Scenario, setups: Sequence[Setup], workloads: Sequence[Worklo
 
 def candidates(split: int) -> list[Policy]:
     """Return the policies that tuning tries: a few habits of the plan, and the best fixed split to fall back to."""
-    moving = [Policy(), Policy(hysteresis=0.5), Policy(reserve=1.5)]
+    moving = [Policy(), Policy(hysteresis=0.5), Policy(hysteresis=0.5, reserve=1.5)]
     if not split:
         return moving
     standing = [Policy(standing=split, hysteresis=0.5)]
