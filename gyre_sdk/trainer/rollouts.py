@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gyre_sdk import events
-from gyre_sdk.credit import group_credit
+from gyre_sdk.credit import GroupCredit, group_credit
 from gyre_sdk.errors import GyreError, ServiceError, TrainerError
 from gyre_sdk.harness.ports import Observer
 from gyre_sdk.harness.scoring.policy import stands
@@ -245,18 +245,20 @@ class Rollouts:
             GroupClosed(group, [run.run for run in runs], [run.reward for run in runs], min(versions, default=0)),
             at=time.time(),
         )
-        credit = group_credit(runs)
-        self._observer(
-            events.GroupClosed(
-                time.time(),
-                group,
-                scored=credit.scored,
-                started=credit.started,
-                mean_reward=credit.mean,
-                trainable=credit.dropped is None,
-            )
-        )
+        self._observer(told(group, group_credit(runs)))
         self._changed.notify_all()
+
+
+def told(group: str, credit: GroupCredit) -> events.GroupClosed:
+    """Return what observers learn of a group whose runs have all ended."""
+    return events.GroupClosed(
+        time.time(),
+        group,
+        scored=credit.scored,
+        started=credit.started,
+        mean_reward=credit.mean,
+        trainable=credit.dropped is None,
+    )
 
 
 def usable_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gyre_sdk import events
 from gyre_sdk.errors import GyreError, TrainerError
 from gyre_sdk.harness.task import Task
 from gyre_sdk.records import RunRecord
-from gyre_sdk.trainer.rollouts import Workers, usable_runs
+from gyre_sdk.trainer.rollouts import Workers, told, usable_runs
 from gyre_sdk.trainer.stack import Stack
 from gyre_sdk.trainer.units import SealedGroup, Sealer
 
@@ -91,17 +89,7 @@ class Groups:
         try:
             runs = usable_runs(self._stack.journal.runs(group=group))
             sealed = self._sealer.seal(self._stack.journal, group, [run.run for run in runs], lag=self._lag)
-            credit = sealed.credit
-            self._stack.observer(
-                events.GroupClosed(
-                    time.time(),
-                    group,
-                    scored=credit.scored,
-                    started=credit.started,
-                    mean_reward=credit.mean,
-                    trainable=credit.dropped is None,
-                )
-            )
+            self._stack.observer(told(group, sealed.credit))
             done(ClosedGroup(task, runs, sealed, sampled))
         except Exception as error:  # boundary: top of a group's end; `check` raises it in the trainer's thread
             _log.exception("group %s", group)

@@ -1,6 +1,6 @@
 """The executor for GPUs: a forest in one packed pass, attended by PyTorch's FlexAttention.
 
-Shapes: U packed tokens, H heads, J K/V heads, D head size, K targets.
+Shapes: U packed tokens, H heads, J K/V heads, D head size.
 
 In depth-first order a subtree is one stretch, so who sees whom is two comparisons of packed places: query q sees key k if
 `k <= q < end[k]`, and in a layer with a window if also `position[q] - position[k] < window`. FlexAttention turns that into
@@ -10,10 +10,10 @@ it has no backward pass: there, this executor only scores.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,14 +21,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from gyre_sdk.errors import TrainerError
-from gyre_sdk.trainer.attention.attend import attending, window_for_mask
-from gyre_sdk.trainer.attention.budget import Budget
-from gyre_sdk.trainer.attention.executor import Objective, Scores
-from gyre_sdk.trainer.attention.layout import Forest, groups, plant
-from gyre_sdk.trainer.attention.policy import Policy, Targets, in_row_order
-
-if TYPE_CHECKING:
-    from gyre_sdk.trainer.units import Row
+from gyre_sdk.trainer.attention.attend import window_for_mask
+from gyre_sdk.trainer.attention.gather import GatherExecutor
+from gyre_sdk.trainer.attention.layout import Forest
 
 NAME = "gyre_flex"
 """Under which the attention is registered with transformers."""
@@ -69,45 +64,14 @@ class FlexPass:
         return self._masks[window]
 
 
-class FlexExecutor:
-    """Runs the rows of a unit as one forest, or as several where `budget.tokens` asks for it."""
+class FlexExecutor(GatherExecutor):
+    """Runs the rows of a unit as `GatherExecutor` does, for a model whose tokens meet in plain attention only."""
 
     name = "flex"
+    attention = NAME
 
-    def __init__(self, model: Any, budget: Budget | None = None) -> None:
-        """`model` is a transformers causal LM whose tokens meet in plain attention only, or one with peft adapters."""
-        self._budget = budget or Budget()
-        self._policy = Policy(model, self._budget)
-
-    def forward(self, rows: Sequence[Row]) -> Scores:
-        """Score the targets without a gradient."""
-        found = []
-        with torch.no_grad(), attending(self._policy.model, NAME):
-            for forest in self._forests(rows):
-                targets = self._policy.targets(rows, forest)
-                found.append((targets, *self._policy.scores(self._states(forest, targets), targets)))
-        return in_row_order(found)
-
-    def forward_backward(self, rows: Sequence[Row], objective: Objective) -> Scores:
-        """Score the targets and add the gradient of the summed objective into the parameters' `.grad`."""
-        found = []
-        with torch.enable_grad(), attending(self._policy.model, NAME):
-            for forest in self._forests(rows):
-                targets = self._policy.targets(rows, forest)
-                states_KD = self._states(forest, targets)
-                logp_K, entropy_K, slope_KD = self._policy.gradients(states_KD, targets, objective)
-                if states_KD.requires_grad:
-                    states_KD.backward(slope_KD)
-                found.append((targets, logp_K, entropy_K))
-        return in_row_order(found)
-
-    def _forests(self, rows: Sequence[Row]) -> Iterator[Forest]:
-        for part in groups(rows, self._budget.tokens):
-            yield plant(rows, part)
-
-    def _states(self, forest: Forest, targets: Targets) -> Tensor:
-        seen: Any = FlexPass.of(forest, targets.at_K.device)  # a model hands it through as it is
-        return self._policy.states(forest, seen).index_select(0, targets.at_K)
+    def _seen(self, forest: Forest, device: torch.device) -> FlexPass:
+        return FlexPass.of(forest, device)
 
 
 def _attention(

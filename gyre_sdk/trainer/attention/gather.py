@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gyre_sdk.trainer.attention.attend import Pass, attending
+from gyre_sdk.trainer.attention.attend import NAME, Pass, attending
 from gyre_sdk.trainer.attention.budget import Budget
 from gyre_sdk.trainer.attention.executor import Objective, Scores
 from gyre_sdk.trainer.attention.layout import Forest, groups, plant
@@ -29,6 +29,8 @@ class GatherExecutor:
     """
 
     name = "gather"
+    attention = NAME
+    """Under which its attention is registered with transformers."""
 
     def __init__(self, model: Any, budget: Budget | None = None) -> None:
         """`model` is a transformers causal LM for which `supports` gives no reason, or one with peft adapters."""
@@ -38,7 +40,7 @@ class GatherExecutor:
     def forward(self, rows: Sequence[Row]) -> Scores:
         """Score the targets without a gradient."""
         found = []
-        with torch.no_grad(), attending(self._policy.model):
+        with torch.no_grad(), attending(self._policy.model, self.attention):
             for forest in self._forests(rows):
                 targets = self._policy.targets(rows, forest)
                 found.append((targets, *self._policy.scores(self._states(forest, targets), targets)))
@@ -47,7 +49,7 @@ class GatherExecutor:
     def forward_backward(self, rows: Sequence[Row], objective: Objective) -> Scores:
         """Score the targets and add the gradient of the summed objective into the parameters' `.grad`."""
         found = []
-        with torch.enable_grad(), attending(self._policy.model):
+        with torch.enable_grad(), attending(self._policy.model, self.attention):
             for forest in self._forests(rows):
                 targets = self._policy.targets(rows, forest)
                 states_KD = self._states(forest, targets)
@@ -62,4 +64,9 @@ class GatherExecutor:
             yield plant(rows, part)
 
     def _states(self, forest: Forest, targets: Targets) -> Tensor:
-        return self._policy.states(forest, Pass(forest)).index_select(0, targets.at_K)
+        seen = self._seen(forest, targets.at_K.device)
+        return self._policy.states(forest, seen).index_select(0, targets.at_K)
+
+    def _seen(self, forest: Forest, device: torch.device) -> Any:
+        """Return the forest as the attention sees it; a model hands it through as it is."""
+        return Pass(forest)

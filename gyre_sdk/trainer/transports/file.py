@@ -52,7 +52,7 @@ class FileTransport:
             newer(replica, int(label), files.version)
         started_so = label is not None and not label.isdigit()
         if label != version:
-            replica.claim(self._owner)
+            self._claim(replica)
         clock.next("check")
         served = (label == version or started_so) and self.compare(replica, files).good
         if not served:
@@ -66,6 +66,9 @@ class FileTransport:
     def compare(self, replica: Replica, files: PolicyFiles) -> Verdict:
         """Compare what a replica computes with and the files."""
         return self._expected.compare(files, replica.fingerprints())
+
+    def _claim(self, replica: Replica) -> None:
+        replica.claim(self._owner)
 
     def _send(self, replica: Replica, files: PolicyFiles, clock: Clock) -> None:
         clock.next("send")

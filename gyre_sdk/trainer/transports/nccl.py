@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from gyre_sdk.errors import PublishError, SettingsError
-from gyre_sdk.trainer.transports.checks import Expected
-from gyre_sdk.trainer.transports.file import Clock, newer
+from gyre_sdk.trainer.transports.file import Clock, FileTransport
 from gyre_sdk.trainer.transports.replica import Replica
-from gyre_sdk.trainer.weights import PolicyFiles, WeightFolder, full_weights
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from gyre_sdk.trainer.weights import PolicyFiles, WeightFolder
 
 __all__ = ["NcclTransport"]
 
@@ -27,11 +23,10 @@ _PATIENCE = 600.0
 """Seconds that a transfer may take: a peer that died leaves NCCL waiting for ever."""
 
 
-class NcclTransport:
-    """Publishes full weights over NCCL."""
+class NcclTransport(FileTransport):
+    """Publishes full weights over NCCL, beside the files of each version."""
 
     name = "nccl"
-    keep = 1
 
     def __init__(self, folder: WeightFolder, owner: str) -> None:
         """Check that this machine can.
@@ -52,48 +47,23 @@ class NcclTransport:
                 "engine.transport = 'nccl' needs vLLM where the trainer runs: pip install 'gyre-sdk[train,serve]', or use"
                 f" engine.transport = 'file' ({error})"
             ) from error
-        self._folder = folder
-        self._owner = owner
-        self._expected = Expected()
+        super().__init__(folder, owner)
         self._lines: dict[str, _Line] = {}
 
-    def collect(self, model: Any) -> Mapping[str, Tensor]:
-        """Return the full weights."""
-        return full_weights(model)
+    def _claim(self, replica: Replica) -> None:
+        """Do nothing: vLLM's engine knows no owner."""
 
-    def write(self, version: int, weights: Mapping[str, Tensor]) -> PolicyFiles:
-        """Write a model folder."""
-        return self._folder.write(version, weights)
-
-    def request_name(self, files: PolicyFiles) -> str | None:
-        """Return None: whoever asks gets the weights that are served."""
-        return None
-
-    def bring(self, replica: Replica, files: PolicyFiles) -> dict[str, float]:
-        """Send the weights where they are not served yet, and compare fingerprints."""
-        clock = Clock()
-        version, label = str(files.version), replica.version()
-        if label is not None and label.isdigit():
-            newer(replica, int(label), files.version)
-        started_so = label is not None and not label.isdigit()
-        clock.next("check")
-        served = (label == version or started_so) and self._expected.compare(files, replica.fingerprints()).good
-        if not served:
-            clock.next("connect")
-            line = self._lines.pop(replica.url, None) or _Line(replica)
-            self._expected.prepare(files)
-            clock.next("pause")
-            with replica.paused():
-                clock.next("load")
-                line.send(replica, files)
-                clock.next("check")
-                self._expected.compare(files, replica.fingerprints()).require(replica, files.version)
-            self._lines[replica.url] = line  # one that failed is made anew: its group is of no use any more
-        elif started_so:
-            replica.rename(version)
-        if replica.is_paused():
-            replica.resume()
-        return clock.stop()
+    def _send(self, replica: Replica, files: PolicyFiles, clock: Clock) -> None:
+        clock.next("connect")
+        line = self._lines.pop(replica.url, None) or _Line(replica)
+        self._expected.prepare(files)
+        clock.next("pause")
+        with replica.paused():
+            clock.next("load")
+            line.send(replica, files)
+            clock.next("check")
+            self.compare(replica, files).require(replica, files.version)
+        self._lines[replica.url] = line  # one that failed is made anew: its group is of no use any more
 
 
 class _Line:
