@@ -240,11 +240,17 @@ def test_an_unscored_evaluation_run_is_repeated_once_and_never_later(config: Pat
             evaluate(settings, stack.tasks, name="train", stack=stack)
 
 
-def test_greedy_calls_are_not_trained_and_counted(config: Path, tmp_path: Path) -> None:
-    settings = load_config(config, ["agent.options.temperature=0.5", "train.steps=1"])
-    report = train(settings, base=tmp_path)
+def test_what_the_trainer_cannot_compute_again_is_not_trained_and_counted(config: Path, tmp_path: Path) -> None:
+    """Log-probs at any temperature are those of the distribution that was sampled from; of a cut-off one they are not."""
+    arguments = ["agent.options.temperature=0.5", "agent.options.top_p=0.9", "train.steps=1"]
+    report = train(load_config(config, [*arguments, "proxy.sampling=untrained"]), base=tmp_path)
     assert report.skipped == 1
     assert report.untrained["call_sampling"] == 12 and report.untrained["run_without_targets"] == 6
+
+
+def test_calls_of_any_temperature_are_trained(config: Path, tmp_path: Path) -> None:
+    report = train(load_config(config, ["agent.options.temperature=0.5", "train.steps=1"]), base=tmp_path)
+    assert report.trained_tokens > 0 and "call_sampling" not in report.untrained
 
 
 def test_a_second_trainer_on_the_same_folder_is_refused(config: Path, tmp_path: Path) -> None:

@@ -20,12 +20,12 @@ from gyre_sdk.harness.task import Task
 def tasks(count=6):
     return [Task(name=f"count-{n}", instruction=f"Say {n}.") for n in range(count)]
 
-def agent(agent, max_tokens=12, temperature=1.0):
+def agent(agent, max_tokens=12, temperature=1.0, top_p=1.0):
     messages = [{"role": "user", "content": agent.task.instruction}]
     text = ""
     for turn in range(2):
         reply = agent.openai().chat.completions.create(
-            model="policy", messages=messages, max_tokens=max_tokens, temperature=temperature)
+            model="policy", messages=messages, max_tokens=max_tokens, temperature=temperature, top_p=top_p)
         said = reply.choices[0].message.content or ""
         text += said
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "More."}]
