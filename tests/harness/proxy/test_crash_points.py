@@ -1,4 +1,4 @@
-"""kill -9 of the proxy, then of a replica, at 200 random points of runs of 50 calls: promises 1, 2 and 6 each time.
+"""kill -9 of the proxy, then of a replica, at 120 random points of runs of 50 calls: promises 1, 2 and 6 each time.
 
 Agents retry as SDKs do. A point is a number of bytes that reached agents, of commits to the store, or of tokens that
 engines sampled. When a run has ended, the next one takes over with the points that are left.
@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from gyre_sdk.journal import Journal
 from gyre_sdk.records import CallRecord, CallStatus
 
-POINTS = 200
+POINTS = 120
 SEED = 20
 LIMIT = 24
 """Tokens per answer at most."""
