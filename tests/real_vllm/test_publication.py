@@ -183,9 +183,11 @@ def test_a_call_goes_on_over_a_publication_with_each_token_labelled(served: Serv
         if len(set(versions(choice))) == 2:
             break
     assert versions(choice) == sorted(models, key=int)[-2:]
+    served.publisher.publish(served.policy(3), step=3)
 
 
 def test_older_versions_and_other_trainers_are_refused(served: Served) -> None:
+    """What is served is what the test before published last."""
     model, version = served.policy(3), served.publisher.current.version
     older = served.folder.write(1, full_weights(served.policy(5)))
     with served.replica() as replica:
