@@ -118,9 +118,7 @@ class Radix:
         self._width = width
         self.size = 0
         """Tokens in the tree; one that two routes lead through counts twice, as what a forward pass computes."""
-        self.blocks = [Block(0, width)]
-        """All memory of the tree."""
-        self.root = Node(None, 0, 0, self.blocks[0], 0)
+        self.root = Node(None, 0, 0, Block(0, width), 0)
 
     def insert(self, head: Ids, tail: Ids, routes: Routes | None = None) -> tuple[Node, int]:
         """Add head + tail; return the node that ends with its last token, and how many tokens were known before.
@@ -188,7 +186,6 @@ class Radix:
                 block.trim()
             # Blocks of a quarter of what there is keep the slack small and their number logarithmic.
             block, offset = Block(max(size, before // 4), self._width, before), 0
-            self.blocks.append(block)
         node = Node(above, known, known + size, block, offset)
         middle = offset + max(0, len(head) - known)
         block.used = offset + size
