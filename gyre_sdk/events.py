@@ -121,6 +121,59 @@ class ProcessRestarted(Event, frozen=True, tag=True):
     reason: str
 
 
+class CellMoved(Event, frozen=True, tag=True):
+    """A cell changed what it does."""
+
+    cell: str
+    state: str
+    """What it does now: a `trainer.cells.state.CellState`."""
+    before: str
+    seconds: float
+    """Time that it was `before`."""
+    reason: str = ""
+    """Why, in words: of the plan, or what failed."""
+
+
+class CellsSeen(Event, frozen=True, tag=True):
+    """The manager of cells looked: what there was to serve and to train."""
+
+    water: int
+    """Unfinished runs."""
+    capacity: float
+    """Runs that the serving cells carry."""
+    serving: int
+    training: int
+    moving: int
+    ready_s: float
+    """Sealed work that nobody has done yet, cell-seconds."""
+
+
+class SwitchMeasured(Event, frozen=True, tag=True):
+    """A cell has gone over, to training or back."""
+
+    cell: str
+    to: str
+    """`training` or `serving`."""
+    phases: dict[str, float]
+    """Seconds by phase, in order."""
+    finished: int = 0
+    """Requests that ended while it drained."""
+    moved: int = 0
+    """Requests that went on elsewhere."""
+
+
+class UnitsCommitted(Event, frozen=True, tag=True):
+    """A cell's gradient of some units became part of the batch."""
+
+    cell: str
+    step: int
+    units: int
+    tokens: int
+    """Targets."""
+    seconds: float
+    """Computing, without waiting and transfers."""
+
+
 class PhaseStarted(Event, frozen=True, tag=True):
     """A stretch of work began whose progress can be shown."""
 
@@ -142,4 +195,8 @@ AnyEvent = (
     | EvaluationMeasured
     | ProcessRestarted
     | PhaseStarted
+    | CellMoved
+    | CellsSeen
+    | SwitchMeasured
+    | UnitsCommitted
 )

@@ -1,0 +1,66 @@
+"""Where the processes of a cell run: behind one small protocol, on this machine (`local`) or on a Ray cluster (`ray`).
+
+A launcher starts what a `CellSpec` says and keeps it running; it decides nothing about roles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from gyre_sdk.trainer.processes import ChildSpec
+
+__all__ = ["CellSpec", "Launched", "Launcher"]
+
+
+@dataclass(frozen=True, slots=True)
+class CellSpec:
+    """What a cell is made of."""
+
+    name: str
+    """`cell-0` is the core; satellites follow in order."""
+    replica: ChildSpec
+    """The inference server."""
+    worker: ChildSpec | None = None
+    """The satellite's training process; None for the core, whose worker is the trainer itself."""
+    resources: Mapping[str, float] | None = None
+    """What a launcher that places cells reserves: `{"CPU": 1}`, `{"GPU": 8}`."""
+
+
+class Launched(Protocol):
+    """A started cell. Its processes are started again when they die, until they die too often."""
+
+    def wait(self) -> str:
+        """Wait until replica and worker are ready; return the replica's URL.
+
+        Raises:
+            TrainerError: one did not get ready; the message holds the end of its log.
+        """
+
+    def check(self) -> None:
+        """Raise when a process was given up.
+
+        Raises:
+            TrainerError: naming it, with the end of its log.
+        """
+
+    def pids(self) -> dict[str, int]:
+        """Return process ids by name, as their machine numbers them; 0 for one that does not run."""
+
+    def stop(self) -> None:
+        """End everything that was started. Idempotent."""
+
+
+class Launcher(Protocol):
+    """Starts cells."""
+
+    def launch(self, spec: CellSpec, moved: Callable[[str, str], None] = lambda old, new: None) -> Launched:
+        """Begin a cell; do not wait for it.
+
+        Args:
+            moved: called with the old and the new URL when a replica comes back elsewhere (another node or port).
+        """
+
+    def close(self) -> None:
+        """End all cells and what the launcher itself started. Idempotent."""
