@@ -10,10 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -25,17 +22,12 @@ from pathlib import Path
 from gyre_sdk.errors import TrainerError
 from gyre_sdk.events import ProcessRestarted
 from gyre_sdk.harness.ports import Observer
+from gyre_sdk.trainer.leashed import Leashed, Process
 
 RESTARTS = 5
 WINDOW = 60.0
 _READY_TIMEOUT = 180.0
-_STOP_TIMEOUT = 10.0
 _POLL = 0.05
-_PLACE = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    "TORCHELASTIC_RUN_ID",
-)
-"""Variables that tell a training process its place among others; not for its children."""
 
 _log = logging.getLogger("gyre.trainer")
 
@@ -64,15 +56,39 @@ class ChildSpec:
     """Called with the URL after every start but the first, before the child counts as ready."""
 
 
-class Child:
-    """One supervised process. `begin` starts it, `wait` waits until it is ready, `stop` ends all that it started."""
+class _Here(Leashed):
+    """A child on this machine, with its output in the log."""
 
-    def __init__(self, spec: ChildSpec, observer: Observer) -> None:
+    address = "127.0.0.1"
+
+    def __init__(self, spec: ChildSpec, port: int) -> None:
+        self.port = port or (_free_port() if spec.ready.startswith("/") else 0)  # one that announces nothing is told
+        with spec.log.open("ab") as log:
+            super().__init__(spec.command(self.port), log, python=spec.python, environment=spec.environment)
+
+
+class Child:
+    """One supervised process. `begin` starts it, `wait` waits until it is ready, `stop` ends all that it started.
+
+    Args:
+        start: starts the process that a spec says, with a port, or 0 for any; may be elsewhere than here.
+        poll: seconds between two looks at it.
+    """
+
+    def __init__(
+        self,
+        spec: ChildSpec,
+        observer: Observer,
+        start: Callable[[ChildSpec, int], Process] = _Here,
+        poll: float = _POLL,
+    ) -> None:
         self.spec = spec
         self.url = ""
+        self._start = start
+        self._poll = poll
         self._observer = observer
         self._port = spec.port
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
         self._stopping = threading.Event()
         self._started = threading.Event()
         self._failure: TrainerError | None = None
@@ -83,6 +99,10 @@ class Child:
         """Process id of the child that runs now, or 0."""
         process = self._process
         return process.pid if process is not None else 0
+
+    def pids(self) -> dict[str, int]:
+        """Return the process id by name."""
+        return {self.spec.name: self.pid}
 
     def begin(self) -> None:
         """Start the child."""
@@ -120,24 +140,24 @@ class Child:
         try:
             self._launch()
             self._started.set()
-            while not self._stopping.wait(_POLL):
+            while not self._stopping.wait(self._poll):
                 assert self._process is not None
-                status = self._process.poll()
-                if status is None:
+                reason = self._process.ended()
+                if reason is None:
                     continue
                 deaths.append(time.monotonic())
                 if len(deaths) == RESTARTS and deaths[-1] - deaths[0] < WINDOW:
                     raise TrainerError(
-                        f"the {self.spec.name} died {RESTARTS} times in {WINDOW:.0f} s, last with {_reason(status)};"
+                        f"the {self.spec.name} died {RESTARTS} times in {WINDOW:.0f} s, last with {reason};"
                         f" see {self.spec.log}:\n{_tail(self.spec.log)}"
                     )
-                _log.warning("the %s ended with %s and is started again", self.spec.name, _reason(status))
+                _log.warning("the %s ended with %s and is started again", self.spec.name, reason)
                 self._end_group()
                 self.spec.on_death(self.url)
                 if not self._launch(again=True):
                     continue  # it died while it started: counted like any other death
                 self.spec.on_ready(self.url)
-                self._observer(ProcessRestarted(time.time(), self.spec.name, _reason(status)))
+                self._observer(ProcessRestarted(time.time(), self.spec.name, reason))
         except TrainerError as error:
             self._failure = error
         except Exception as error:  # boundary: top of the supervising thread
@@ -149,22 +169,10 @@ class Child:
 
     def _launch(self, *, again: bool = False) -> bool:
         """Start the process and wait until it is ready; False when it died before, and it is not the first start."""
-        if self.spec.ready.startswith("/") and not self._port:
-            self._port = _free_port()  # what announces itself by no line is told where to listen
         self.spec.log.parent.mkdir(parents=True, exist_ok=True)
         with self.spec.log.open("ab") as log:
             seen = log.seek(0, os.SEEK_END)
-            # `-P`: another environment takes nothing from the folder we are in, such as the metadata of a checkout
-            python = [sys.executable] if self.spec.python is None else [str(self.spec.python), "-P"]
-            self._process = subprocess.Popen(
-                [*python, "-m", "gyre_sdk.trainer.leash", *self.spec.command(self._port)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env={name: value for name, value in os.environ.items() if name not in _PLACE}
-                | dict(self.spec.environment),
-            )
+        self._process = self._start(self.spec, self._port)
         url = self._wait_ready(seen, again)
         if url is None:
             return False
@@ -178,16 +186,16 @@ class Child:
         process = self._process
         assert process is not None
         give_up = time.monotonic() + self.spec.patience
-        while not self._stopping.wait(_POLL):
-            url = self._announced(seen)
+        while not self._stopping.wait(self._poll):
+            reason = process.ended()
+            url = self._announced(process, seen)
             if url is not None:
                 return url
-            status = process.poll()
-            if status is not None:
+            if reason is not None:
                 if again:
                     return None
                 raise TrainerError(
-                    f"the {self.spec.name} did not start: it ended with {_reason(status)}; see {self.spec.log}:\n"
+                    f"the {self.spec.name} did not start: it ended with {reason}; see {self.spec.log}:\n"
                     f"{_tail(self.spec.log)}"
                 )
             if time.monotonic() > give_up:
@@ -197,10 +205,10 @@ class Child:
                 )
         raise TrainerError(f"the {self.spec.name} was stopped while it started")
 
-    def _announced(self, seen: int) -> str | None:
+    def _announced(self, process: Process, seen: int) -> str | None:
         """Return the URL of a child that is ready."""
         if self.spec.ready.startswith("/"):
-            url = f"http://127.0.0.1:{self._port}"
+            url = f"http://{process.address}:{process.port}"
             try:
                 with urllib.request.urlopen(url + self.spec.ready, timeout=2.0):
                     return url
@@ -214,41 +222,14 @@ class Child:
         return found.group(1).decode().rstrip("/") if found else None
 
     def _end_group(self) -> None:
-        process = self._process
-        if process is None:
-            return
-        if process.poll() is None:
-            _signal_group(process.pid, signal.SIGTERM)
-            try:
-                process.wait(_STOP_TIMEOUT)
-            except subprocess.TimeoutExpired:
-                _log.warning("the %s did not end in %.0f s and is killed", self.spec.name, _STOP_TIMEOUT)
-        _signal_group(process.pid, signal.SIGKILL)
-        process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
+        if self._process is not None:
+            self._process.end()
 
 
 def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
-
-
-def _signal_group(pid: int, number: signal.Signals) -> None:
-    try:
-        os.killpg(pid, number)
-    except (ProcessLookupError, PermissionError):
-        pass  # the group is gone; a group of zombies answers with the second on some systems
-
-
-def _reason(status: int) -> str:
-    if status < 0:
-        try:
-            return f"signal {signal.Signals(-status).name}"
-        except ValueError:
-            return f"signal {-status}"
-    return f"exit status {status}"
 
 
 def _tail(path: Path, lines: int = 12) -> str:
