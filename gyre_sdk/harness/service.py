@@ -72,6 +72,15 @@ class _MeteredCalls(msgspec.Struct, frozen=True):
     calls: list[MeteredCall]
 
 
+class Drained(msgspec.Struct, frozen=True):
+    """What came of the requests that a drained replica had."""
+
+    finished: int = 0
+    """Ended there."""
+    moved: int = 0
+    """Cut, to go on elsewhere."""
+
+
 class ServiceClient:
     """Speaks to one recording service; waits `patience` seconds for one that is being restarted.
 
@@ -199,13 +208,22 @@ class ServiceClient:
         """Set the table of replicas: `url` and `version` each, and `model` where requests must name one."""
         self._send("PUT", "/replicas", {"replicas": replicas})
 
-    def drain(self, url: str, *, seconds: float) -> None:
-        """Send a replica nothing new until it is announced again; what runs there is moved after `seconds`."""
-        self._send("POST", "/replicas/drain", {"url": url, "seconds": seconds}, timeout=seconds + 30.0)
+    def drain(self, url: str, *, seconds: float) -> Drained:
+        """Send a replica nothing new until it is announced again; what runs there is moved after `seconds`.
+
+        Return when nothing of ours runs there; at once for one that is in no table.
+        """
+        content = msgspec.json.encode({"url": url, "seconds": seconds})
+        response = self._patiently("POST", "/replicas/drain", content, timeout=seconds + 30.0)
+        if response.status_code == 404 and "no_such_replica" in response.text:
+            return Drained()
+        return msgspec.json.decode(self._accepted(response, "POST", "/replicas/drain"), type=Drained)
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> bytes:
         content = None if body is None else msgspec.json.encode(body)
-        response = self._patiently(method, path, content, timeout)
+        return self._accepted(self._patiently(method, path, content, timeout), method, path)
+
+    def _accepted(self, response: httpx.Response, method: str, path: str) -> bytes:
         if response.status_code >= 400:
             raise ServiceError(
                 f"recording service {self.url} refused {method} {path} ({response.status_code}): {response.text[:300]}"

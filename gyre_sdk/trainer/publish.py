@@ -5,6 +5,9 @@ as published -> remove old ones. What a replica computes with is compared with w
 
 A replica that dies takes no calls until it has been brought to `Publisher.current` again. One that misses a publication
 for longer than `patience` is left behind as long as another one took it, and is brought later.
+
+A replica whose devices are needed for something else is withdrawn: it takes no calls and no publications, and nothing but
+`restore` brings it back. While all are withdrawn, a publication writes and records, and brings nobody.
 """
 
 from __future__ import annotations
@@ -21,16 +24,16 @@ import httpx
 from gyre_sdk.errors import PublishError, ServiceError, TrainerError
 from gyre_sdk.events import VersionPublished
 from gyre_sdk.harness.ports import Observer
-from gyre_sdk.harness.service import ServiceClient
+from gyre_sdk.harness.service import Drained, ServiceClient
 from gyre_sdk.trainer import ledger as durable
 from gyre_sdk.trainer.transports import Replica, Transport, Unready
+from gyre_sdk.trainer.transports.bringing import PAUSE, Behind, bring_patiently
 from gyre_sdk.trainer.weights import AdapterWeights, PolicyFiles, WeightFolder
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 PATIENCE = 120.0
-_PAUSE = 0.5
 RELEASED = "released"
 """Label of weights that belong to no training any more."""
 _WATCH = 1.0
@@ -70,7 +73,10 @@ class Publisher:
         """One per replica: it is brought by one thread at a time."""
         self._serving: dict[str, PolicyFiles] = {}
         """Replicas that calls may go to, and what they were seen to serve."""
+        self._withdrawn: set[str] = set()
+        """Replicas that take neither calls nor publications."""
         self._table = threading.Lock()
+        """Guards `current` and the tables of who serves, who is withdrawn and who is being caught up."""
         self._catching_up: set[str] = set()
         self._kept: list[int] = []
         self._closed = threading.Event()
@@ -85,6 +91,7 @@ class Publisher:
             watch: look after replicas that nobody else does: one that was started anew must not serve what it has.
         """
         self._locks = {url.rstrip("/"): threading.Lock() for url in replicas}
+        self._withdrawn.clear()
         self._service = service
         self._borrowed = watch
         if watch:
@@ -96,7 +103,7 @@ class Publisher:
         Raises:
             PublishError: none could be brought, or the proxy was not told.
         """
-        self._bring_all(self.current)
+        self._bring_all(self.current, self._urls())
         self.route()
 
     def assume(self) -> None:
@@ -111,7 +118,7 @@ class Publisher:
     def close(self) -> None:
         """Stop looking after replicas, and let other trainers publish to those that go on."""
         self._closed.set()
-        for url in self._serving if self._borrowed else ():
+        for url in list(self._serving) if self._borrowed else ():
             try:
                 with self._locks[url], Replica(url, self.current.version) as replica:
                     replica.release()
@@ -149,8 +156,10 @@ class Publisher:
         previous = self.current
         fresh = self._transport.write(version, weights)
         written = time.monotonic()
-        self.current = fresh  # from here on a replica that is started again starts with these weights
-        phases = self._bring_all(fresh)
+        with self._table:
+            self.current = fresh  # from here on a replica that is started again starts with these weights
+            urls = self._urls()
+        phases = self._bring_all(fresh, urls)
         brought = time.monotonic()
         self.route()
         self._ledger.add(durable.VersionPublished(version, fresh.digest), at=time.time())
@@ -191,6 +200,86 @@ class Publisher:
                     f"version {self.current.version} is served, but the proxy was not told: {error}"
                 ) from error
 
+    # -- replicas that do something else for a while -----------------------------------------------------------------
+
+    def withdraw(self, url: str, seconds: float) -> Drained:
+        """Take a replica out of routing and of publication; return when nothing of ours runs there any more.
+
+        What runs there may end within `seconds`; then it goes on elsewhere.
+
+        Raises:
+            PublishError: nothing is published to it, or the proxy was not told. It is withdrawn all the same.
+        """
+        url = url.rstrip("/")
+        with self._table:
+            if url not in self._locks:
+                raise PublishError(f"nothing is published to replica {url}; it cannot be withdrawn")
+            self._withdrawn.add(url)
+            self._serving.pop(url, None)
+        try:
+            drained = self._service.drain(url, seconds=seconds) if self._service is not None else Drained()
+        except ServiceError as error:
+            raise PublishError(f"replica {url} was withdrawn, but the proxy was not told: {error}") from error
+        with self._locks[url]:  # a publication that was on its way there has ended
+            return drained
+
+    def restore(
+        self, url: str, *, awake: Callable[[], None] = lambda: None, patience: float | None = None
+    ) -> dict[str, float]:
+        """Bring a replica to `current`, checked, and route calls to it; return seconds by phase.
+
+        One that is not known is added. Where a newer version was published meanwhile, it is brought again.
+
+        Args:
+            awake: called when it holds the weights, before calls go there.
+            patience: seconds that it may be unable to take them; None: as long as in a publication.
+
+        Raises:
+            PublishError: it could not be brought or the proxy was not told; it stays withdrawn.
+        """
+        url = url.rstrip("/")
+        with self._table:
+            self._withdrawn.add(url)
+            self._locks.setdefault(url, threading.Lock())
+        sums: dict[str, float] = {}
+        while True:
+            files = self.current
+            try:
+                phases = self._bring(url, files, self._patience if patience is None else patience)
+            except PublishError:
+                if files is self.current:
+                    raise
+                continue  # of a version that is gone
+            for name, seconds in phases.items():
+                sums[name] = sums.get(name, 0.0) + seconds
+            began = time.monotonic()
+            awake()
+            sums["awake"] = sums.get("awake", 0.0) + time.monotonic() - began
+            with self._table:
+                if files is not self.current:
+                    continue
+                self._withdrawn.discard(url)
+                self._serving[url] = files
+            break
+        began = time.monotonic()
+        try:
+            self.route()
+        except PublishError:
+            with self._table:
+                self._withdrawn.add(url)
+                self._serving.pop(url, None)
+            raise
+        return sums | {"route": time.monotonic() - began}
+
+    def forget(self, url: str) -> None:
+        """Publish to a replica no more, for good; what runs there goes on elsewhere."""
+        url = url.rstrip("/")
+        self.lost(url)
+        with self._table:
+            self._locks.pop(url, None)
+            self._withdrawn.discard(url)
+            self._serving.pop(url, None)
+
     # -- replicas that come and go -----------------------------------------------------------------------------------
 
     def lost(self, url: str) -> None:
@@ -207,24 +296,24 @@ class Publisher:
         """Bring a replica that was started again, in a thread of its own; then route calls to it."""
         url = url.rstrip("/")
         with self._table:
-            if url in self._catching_up or url not in self._locks:
+            if url in self._catching_up or url not in self._locks or url in self._withdrawn:
                 return
             self._catching_up.add(url)
         threading.Thread(target=self._catch_up, args=(url,), name=f"catch up {url}", daemon=True).start()
 
     def _catch_up(self, url: str) -> None:
         try:
-            while not self._closed.is_set():
+            while not self._closed.is_set() and url not in self._withdrawn:
                 files = self.current
                 try:
-                    with self._locks[url], Replica(url, files.version) as replica:
+                    with self._lock(url), Replica(url, files.version) as replica:
                         self._transport.bring(replica, files)
-                        self._serving[url] = files
+                        self._note(url, files)
                     if files is self.current:
                         self.route()
                         return
                 except (httpx.TransportError, Unready):
-                    self._closed.wait(_PAUSE)
+                    self._closed.wait(PAUSE)
         except TrainerError as error:
             _log.error("replica %s stays out of service: %s", url, error)
         finally:
@@ -234,7 +323,7 @@ class Publisher:
     def _watch(self) -> None:
         while not self._closed.wait(_WATCH):
             for url, files in list(self._serving.items()):
-                if self._locks[url].locked() or files is not self.current:
+                if self._lock(url).locked() or files is not self.current:
                     continue
                 try:
                     with Replica(url, files.version) as replica:
@@ -250,9 +339,20 @@ class Publisher:
 
     # -- bringing ----------------------------------------------------------------------------------------------------
 
-    def _bring_all(self, files: PolicyFiles) -> dict[str, float]:
-        """Bring all replicas, at the same time; return the phases of the slowest."""
-        urls = list(self._locks)
+    def _urls(self) -> list[str]:
+        return [url for url in self._locks if url not in self._withdrawn]
+
+    def _lock(self, url: str) -> threading.Lock:
+        return self._locks.get(url) or threading.Lock()  # of its own once it is forgotten
+
+    def _note(self, url: str, files: PolicyFiles) -> None:
+        """Note what a replica serves, unless it was withdrawn meanwhile."""
+        with self._table:
+            if url in self._locks and url not in self._withdrawn:
+                self._serving[url] = files
+
+    def _bring_all(self, files: PolicyFiles, urls: list[str]) -> dict[str, float]:
+        """Bring these replicas, at the same time; return the phases of the slowest."""
         if not urls:
             return {}
         with ThreadPoolExecutor(len(urls), thread_name_prefix="publish") as pool:
@@ -264,7 +364,7 @@ class Publisher:
             if error is None:
                 found = future.result()
                 phases = found if sum(found.values()) > sum(phases.values()) else phases
-            elif isinstance(error, _Behind):
+            elif isinstance(error, Behind):
                 failures.append(error)
                 self.lost(url)
             else:
@@ -272,7 +372,7 @@ class Publisher:
         if len(failures) == len(urls):
             raise failures[0]
         for url in urls:
-            if url not in self._serving:
+            if url not in self._serving and url not in self._withdrawn:
                 _log.warning(
                     "replica %s is left behind at version %d, and is brought when it is back", url, files.version
                 )
@@ -280,26 +380,17 @@ class Publisher:
         return phases
 
     def _update(self, url: str, files: PolicyFiles) -> dict[str, float]:
-        give_up = time.monotonic() + self._patience
-        while True:
-            try:
-                with self._locks[url], Replica(url, files.version) as replica:
-                    phases = self._transport.bring(replica, files)
-                    self._serving[url] = files
-                return phases
-            except (httpx.TransportError, Unready) as error:
-                if isinstance(error, httpx.ConnectError):
-                    self.lost(url)  # it must not serve what it comes back with
-                self._check()
-                if time.monotonic() > give_up:
-                    raise _Behind(
-                        f"version {files.version} did not reach replica {url} in {self._patience:.0f} s:"
-                        f" {type(error).__name__}: {error}; look at the engine's log, then run the same command again:"
-                        " it resumes"
-                    ) from error
-                _log.warning("replica %s did not take version %d (%s); trying again", url, files.version, error)
-                time.sleep(_PAUSE)
+        wanted, brought = lambda: url not in self._withdrawn, lambda: self._note(url, files)
+        return self._bring(url, files, self._patience, wanted=wanted, brought=brought)
 
-
-class _Behind(PublishError):
-    """A replica could not be reached for longer than the publisher waits."""
+    def _bring(self, url: str, files: PolicyFiles, patience: float, **how: Callable[[], Any]) -> dict[str, float]:
+        return bring_patiently(
+            self._transport,
+            url,
+            files,
+            lock=self._lock(url),
+            patience=patience,
+            refused=lambda: self.lost(url),  # it must not serve what it comes back with
+            check=self._check,
+            **how,
+        )

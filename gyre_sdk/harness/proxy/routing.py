@@ -170,8 +170,8 @@ class Routes:
         return replica
 
     def drain(self, url: str) -> Replica | None:
-        """Send a replica nothing new until it is announced again; None when it is not in the table."""
-        replica = self.get(url)
+        """Send a replica nothing new until it is announced again; None when it is not in the table, and carries nothing."""
+        replica = self.get(url) or next((left for left in self.watched if left.url == _plain(url)), None)
         if replica is not None:
             replica.draining = True
         return replica

@@ -108,6 +108,18 @@ class Replica:
         """Tell whether it samples nothing."""
         return bool(self._get("/is_paused").get("is_paused"))
 
+    def sleep(self, level: int) -> None:
+        """Abort what runs and free the devices: 1 keeps the weights in main memory, 2 drops them. Cached keys are dropped."""
+        self.post(f"/sleep?level={level}&mode=abort", timeout=_LOADING)
+
+    def wake(self, tag: str) -> None:
+        """Take the devices' memory again for `weights` or `kv_cache`."""
+        self.post(f"/wake_up?tags={tag}", timeout=_LOADING)
+
+    def is_sleeping(self) -> bool:
+        """Tell whether it samples nothing, be it paused or without memory."""
+        return bool(self._get("/is_sleeping").get("is_sleeping"))
+
     def world_size(self) -> int:
         """Return the number of its workers."""
         return int(self._get("/get_world_size")["world_size"])
