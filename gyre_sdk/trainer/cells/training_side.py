@@ -1,0 +1,76 @@
+"""What the manager of cells asks of training: the gate of the core, satellites that join and go, and how far a batch is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+__all__ = ["Progress", "TrainingSide"]
+
+
+class Progress(Protocol):
+    """How far the open batch is. Tokens are those that training computes; shared prefixes count once."""
+
+    @property
+    def step(self) -> int:
+        """The step whose batch is open."""
+
+    @property
+    def ready_units(self) -> int:
+        """Units that are sealed and that nobody holds."""
+
+    @property
+    def ready_tokens(self) -> int:
+        """Their tokens."""
+
+    @property
+    def leased_tokens(self) -> int:
+        """Tokens of the units that somebody computes."""
+
+    @property
+    def done_tokens(self) -> int:
+        """Tokens of the units whose gradient is in the batch."""
+
+    @property
+    def sealed_all(self) -> bool:
+        """Whether no further unit will be sealed in this batch."""
+
+    @property
+    def tokens_per_second(self) -> Mapping[str, float]:
+        """Measured speed of each cell that has trained, by name."""
+
+    @property
+    def pull_s(self) -> float:
+        """Seconds that a satellite's last pull of weights took; 0 before the first."""
+
+    @property
+    def push_s(self) -> float:
+        """Seconds that a satellite's last push of gradients took; 0 before the first."""
+
+
+class TrainingSide(Protocol):
+    """The sharing of a batch's units, seen from the cells. Every wait is bounded by its caller."""
+
+    def open_gate(self) -> None:
+        """Let the core compute."""
+
+    def close_gate(self) -> None:
+        """Let the core compute no more; return when it does not."""
+
+    def admit(self, cell: str) -> None:
+        """Let a satellite's worker join."""
+
+    def join_wait(self, cell: str, seconds: float) -> bool:
+        """Wait until it holds the weights of the open batch and may take units; False: not within `seconds`."""
+
+    def dismiss(self, cell: str, seconds: float) -> bool:
+        """Let it offer what it has, give back the rest and free its devices; False: not within `seconds`.
+
+        At once True for one that has not joined.
+        """
+
+    def waiting(self) -> set[str]:
+        """Return the cells whose workers are connected and could be admitted."""
+
+    def progress(self) -> Progress:
+        """Return how far the open batch is."""

@@ -1,0 +1,78 @@
+"""A replica is brought to a version as soon as it can take it: it may be starting, or busy."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import httpx
+
+from gyre_sdk.errors import PublishError
+from gyre_sdk.trainer.transports.replica import Replica, Unready
+
+if TYPE_CHECKING:
+    from gyre_sdk.trainer.transports import Transport
+    from gyre_sdk.trainer.weights import PolicyFiles
+
+__all__ = ["PAUSE", "Behind", "bring_patiently"]
+
+PAUSE = 0.5
+"""Seconds before a replica is asked again."""
+
+_log = logging.getLogger("gyre.trainer")
+
+
+class Behind(PublishError):
+    """A replica could not be reached for longer than its publisher waits."""
+
+
+def bring_patiently(
+    transport: Transport,
+    url: str,
+    files: PolicyFiles,
+    *,
+    lock: threading.Lock,
+    patience: float,
+    refused: Callable[[], None],
+    check: Callable[[], None],
+    wanted: Callable[[], bool] = lambda: True,
+    brought: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Make a replica serve these weights, checked; return seconds by phase.
+
+    Args:
+        lock: held while it is brought: one thread at a time does that.
+        patience: seconds that it may be unable to take them.
+        refused: called when it refuses connections.
+        check: raises when it was given up by who supervises it.
+        wanted: whether it is still to be brought; nothing is done else.
+        brought: called when it serves them, with the lock held.
+
+    Raises:
+        Behind: it could not take them for `patience` seconds.
+        PublishError: it refused for good.
+    """
+    give_up = time.monotonic() + patience
+    while True:
+        try:
+            with lock, Replica(url, files.version) as replica:
+                if not wanted():
+                    return {}
+                phases = transport.bring(replica, files)
+                brought()
+            return phases
+        except (httpx.TransportError, Unready) as error:
+            if isinstance(error, httpx.ConnectError):
+                refused()
+            check()
+            if time.monotonic() > give_up:
+                raise Behind(
+                    f"version {files.version} did not reach replica {url} in {patience:.0f} s:"
+                    f" {type(error).__name__}: {error}; look at the engine's log, then run the same command again:"
+                    " it resumes"
+                ) from error
+            _log.warning("replica %s did not take version %d (%s); trying again", url, files.version, error)
+            time.sleep(PAUSE)
