@@ -37,6 +37,8 @@ class Refusal(StrEnum):
     """A lease is over, belongs to somebody else, or its unit is done."""
     UNKNOWN = "no such offer"
     """Nothing was offered under that name, or it was given up."""
+    AGAIN = "committed before"
+    """It is part of the batch already, and must not be added again."""
 
 
 class Verdict(StrEnum):
@@ -291,13 +293,13 @@ class Book:
     def commit(self, contribution: str, now: float) -> Ruling:
         """Make an offered and transferred contribution part of the batch, if all its leases still hold.
 
-        The caller adds the gradient where this answers `COMMITTED`, and must not ask a second time for what it has added.
+        Answers `COMMITTED` once for each contribution: the caller then adds the gradient.
         """
         batch = self._batch
         if batch is None:
             return Ruling(Verdict.REFUSED, Refusal.OTHER_BATCH)
         if contribution in batch.committed:
-            return Ruling(Verdict.COMMITTED)
+            return Ruling(Verdict.REFUSED, Refusal.AGAIN)
         if contribution not in batch.offers:
             return Ruling(Verdict.REFUSED, Refusal.UNKNOWN)
         self._expire(now)

@@ -1,0 +1,329 @@
+"""The open batch at the core: the book, the units, the weights and the sums, shared by threads.
+
+The trainer's thread begins and ends a batch and computes what it leases; a feeding thread enters units as they are
+sealed; the thread of each satellite leases, stages and commits. One lock guards the book, another one the sums: a commit
+and its addition are one step for whoever reads the sums.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from threading import BoundedSemaphore, Condition, Lock, Thread
+from typing import Any
+
+from torch import Tensor
+
+from gyre_sdk import events
+from gyre_sdk.errors import SettingsError
+from gyre_sdk.harness.ports import Observer
+from gyre_sdk.trainer.sharing.book import Book, Counts, Lease, Refusal, Ruling, Verdict
+from gyre_sdk.trainer.sharing.tensors import Sums, fingerprint, frozen, weights
+from gyre_sdk.trainer.sharing.wire import Counted
+from gyre_sdk.trainer.units import Unit
+
+OWN = "core"
+"""Holder of what the core computes itself."""
+_STAGED = 2
+"""Contributions that are transferred at a time: each takes the memory of a gradient."""
+_LOOK_S = 0.1
+"""Seconds between two looks at what no one tells of: leases that end."""
+_REPORT_S = 2.0
+"""Seconds of the core's own work that an event tells of."""
+_RECENT = 0.3
+"""Weight of the newest measurement of a speed."""
+
+_log = logging.getLogger("gyre.trainer")
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A batch that can be joined."""
+
+    step: int
+    version: int | None
+    digest: str
+    model: Any
+    """With the weights of the batch, which nobody changes while it is open."""
+
+
+@dataclass(slots=True)
+class _Own:
+    """Work of the core that no event has told of."""
+
+    units: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Work:
+    """What a batch holds beside its book."""
+
+    open: Open
+    units: list[Unit | None] = field(default_factory=list)
+    """By place; None once it is committed."""
+    names: list[str] = field(default_factory=list)
+    counted: Counted = field(default_factory=Counted)
+    """Of the satellites."""
+    sums: Sums = field(default_factory=Sums)
+    failure: BaseException | None = None
+    """What the source of units raised."""
+
+
+class Batch:
+    """One batch at a time, for the core and its satellites."""
+
+    def __init__(self, lease_s: float, observer: Observer, clock: Callable[[], float]) -> None:
+        """Begin without a batch. `lease_s`: seconds of silence after which a holder is taken for dead."""
+        self.lease_s = lease_s
+        self.changed = Condition(Lock())
+        """Guards the book; notified whenever somebody may go on."""
+        self.book = Book(lease_s=lease_s, after=time.time_ns())
+        self.gate = True
+        """Whether the core computes."""
+        self.computing = False
+        """True while it has a unit in hand."""
+        self.staging = BoundedSemaphore(_STAGED)
+        """Taken by whoever has a contribution between its transfer's begin and its commit."""
+        self._speeds: dict[str, float] = {}
+        """Targets per second of computing, by cell."""
+        self._clock = clock
+        self._observer = observer
+        self._work: _Work | None = None
+        self._last: _Work | None = None
+        """The batch that ended last, until it is collected."""
+        self._summing = Lock()
+        self._own = _Own()
+        self._base: tuple[int, str] | None = None
+        """A model's identity, and the fingerprint of its frozen weights."""
+
+    # -- the trainer's thread ------------------------------------------------------------------------------------------
+
+    def begin(self, step: int, version: int | None, model: Any, units: Iterable[Unit]) -> None:
+        """Open a batch, and enter units as they come."""
+        digest = fingerprint(weights(model))
+        if self._base is None or self._base[0] != id(model):
+            self._base = (id(model), fingerprint(frozen(model)))
+        work = _Work(Open(step, version, digest, model))
+        with self.changed:
+            self._work, self._last = work, None
+            self.book.open(step, version, digest)
+            self.changed.notify_all()
+        Thread(target=self._feed, args=(work, units), name=f"units of step {step}", daemon=True).start()
+
+    def take_own(self) -> tuple[Lease, Unit] | None:
+        """Wait for a unit that the core computes; None when every unit is committed.
+
+        Raises:
+            BaseException: what the source of units raised.
+        """
+        with self.changed:
+            while True:
+                work = self._work
+                assert work is not None
+                if work.failure is not None:
+                    raise work.failure
+                if self.book.finished:
+                    return None
+                if self.gate:
+                    found = self.book.lease(OWN, work.open.digest, self._clock(), lasts=inf).leases
+                    if found:
+                        unit = work.units[found[0].place]
+                        assert unit is not None
+                        self.computing = True
+                        return found[0], unit
+                self.changed.wait(_LOOK_S)
+
+    def commit_own(self, lease: Lease, seconds: float) -> None:
+        """Count a unit as computed by the core, whose gradient is where it belongs already."""
+        with self.changed:
+            name, step = f"{OWN}-{lease.token}", self.book.step
+            assert step is not None
+            self.book.offer(name, OWN, step, [lease], self._clock())
+            ruling = self.book.commit(name, self._clock())
+            assert ruling.verdict is Verdict.COMMITTED, ruling
+            self._forget([lease])
+            self._measure(OWN, lease.tokens, seconds)
+            self.computing = False
+            self.changed.notify_all()
+        own = self._own
+        own.units, own.tokens, own.seconds = own.units + 1, own.tokens + lease.tokens, own.seconds + seconds
+        if own.seconds >= _REPORT_S:
+            self.report_own(step)
+
+    def report_own(self, step: int) -> None:
+        """Tell of the core's work since this was told last."""
+        own, self._own = self._own, _Own()
+        if own.units:
+            self._observer(events.UnitsCommitted(time.time(), OWN, step, own.units, own.tokens, own.seconds))
+
+    def end(self) -> None:
+        """Close the batch: whoever still works on it is refused."""
+        with self.changed:
+            self._last, self._work = self._work, None
+            self.computing = False
+            self.book.end()
+            self.changed.notify_all()
+
+    def collect(self, model: Any) -> tuple[Counted, list[str]]:
+        """Add what satellites committed to the batch that has ended; return what they counted, and the ids of all units."""
+        with self._summing:
+            work, self._last = self._last, None
+            if work is None:
+                return Counted(), []
+            work.sums.add_to(model)
+            return work.counted, work.names
+
+    def _feed(self, work: _Work, units: Iterable[Unit]) -> None:
+        """Enter units as they are sealed."""
+        failure: BaseException | None = None
+        try:
+            for unit in units:
+                with self.changed:
+                    if self._work is not work:
+                        return
+                    work.units.append(unit)
+                    work.names.append(unit.id)
+                    self.book.add(unit.id, unit.tokens)
+                    self.changed.notify_all()
+        except BaseException as error:  # boundary: top of the feeding thread; raised in the trainer's
+            failure = error
+        with self.changed:
+            if self._work is work:
+                work.failure = failure
+                self.book.close()
+                self.changed.notify_all()
+
+    # -- threads of satellites -----------------------------------------------------------------------------------------
+
+    def join(self, base: str, seconds: float, enter: Callable[[], bool]) -> Open | None:
+        """Wait a while for a batch that can be joined, and return it.
+
+        Args:
+            base: fingerprint of the satellite's frozen weights.
+            enter: asked under the lock when there is a batch; whether the satellite comes in.
+
+        Raises:
+            SettingsError: its frozen weights are others than the core's.
+        """
+        give_up = time.monotonic() + seconds
+        with self.changed:
+            while True:
+                if self._work is not None and not self.book.finished and enter():
+                    assert self._base is not None
+                    if base != self._base[1]:
+                        raise SettingsError(
+                            "its frozen weights are not the core's: give it the same policy.model and policy.lora"
+                        )
+                    return self._work.open
+                left = give_up - time.monotonic()
+                if left <= 0:
+                    return None
+                self.changed.wait(min(left, _LOOK_S))
+
+    def take(
+        self, holder: str, digest: str, count: int, seconds: float, stop: Callable[[], bool]
+    ) -> tuple[Sequence[Lease], Sequence[Unit]] | Refusal:
+        """Lease units, waiting a while for some; empty where there was none, or `stop` says so under the lock."""
+        give_up = time.monotonic() + seconds
+        with self.changed:
+            while not stop():
+                found = self.book.lease(holder, digest, self._clock(), count)
+                if found.refusal is not None:
+                    return found.refusal
+                if found.leases:
+                    work = self._work
+                    assert work is not None
+                    units = [work.units[lease.place] for lease in found.leases]
+                    self.changed.notify_all()
+                    return found.leases, [unit for unit in units if unit is not None]
+                left = give_up - time.monotonic()
+                if left <= 0 or self.book.finished:
+                    break
+                self.changed.wait(min(left, _LOOK_S))
+            return (), ()
+
+    def offer(self, contribution: str, holder: str, step: int, leases: Sequence[Lease]) -> Ruling:
+        """See `Book.offer`."""
+        with self.changed:
+            return self.book.offer(contribution, holder, step, leases, self._clock())
+
+    def commit(
+        self,
+        contribution: str,
+        cell: str,
+        leases: Sequence[Lease],
+        counted: Counted,
+        gradients: dict[str, Tensor],
+        seconds: float,
+    ) -> Ruling:
+        """Make a staged contribution part of the batch, or not."""
+        with self._summing:
+            with self.changed:
+                work, now = self._work, self._clock()
+                ruling = self.book.commit(contribution, now)
+                if ruling.verdict is Verdict.COMMITTED:
+                    self._forget(leases)
+                self.changed.notify_all()
+            if ruling.verdict is not Verdict.COMMITTED:
+                return ruling
+            assert work is not None
+            work.sums.add(gradients)
+            work.counted.add(counted)
+        tokens = sum(lease.tokens for lease in leases)
+        with self.changed:
+            self._measure(cell, tokens, seconds)
+        self._observer(events.UnitsCommitted(time.time(), cell, work.open.step, len(leases), tokens, seconds))
+        return ruling
+
+    def abandon(self, contribution: str) -> None:
+        """Give up an offer whose transfer failed."""
+        with self.changed:
+            self.book.abandon(contribution)
+            self.changed.notify_all()
+
+    def renew(self, holder: str) -> None:
+        """Take a sign of life."""
+        with self.changed:
+            self.book.renew(holder, self._clock())
+
+    def give_back(self, holder: str, leases: Sequence[Lease]) -> None:
+        """Take units back that are not computed."""
+        with self.changed:
+            self.book.give_back(holder, leases)
+            self.changed.notify_all()
+
+    def release(self, holder: str) -> int:
+        """Take everything back from who has gone; return how many units are free again."""
+        with self.changed:
+            found = self.book.release(holder)
+            self.changed.notify_all()
+            return found
+
+    # -- any thread ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """True between `begin` and `end`."""
+        return self._work is not None
+
+    def counts(self) -> tuple[int, Counts, dict[str, float]]:
+        """Return the step (0 without a batch), where its units are, and the cells' speeds."""
+        with self.changed:
+            return self.book.step or 0, self.book.counts(self._clock()), dict(self._speeds)
+
+    def _forget(self, leases: Sequence[Lease]) -> None:
+        """Let go of units that are committed."""
+        assert self._work is not None
+        for lease in leases:
+            self._work.units[lease.place] = None
+
+    def _measure(self, cell: str, tokens: int, seconds: float) -> None:
+        if seconds > 0:
+            speed = tokens / seconds
+            before = self._speeds.get(cell, speed)
+            self._speeds[cell] = before + _RECENT * (speed - before)

@@ -1,0 +1,321 @@
+"""`Core`: the trainer's side of a batch that several cells compute.
+
+The trainer deals itself units of the open batch, while satellites pull its weights, compute other units, and push sums of
+gradients back (arXiv:2609.33848). Who computed what changes nothing: sums are not normalised, each unit is committed
+exactly once, and only the trainer divides, clips and steps.
+
+A core that dies takes the batch with it: it is computed anew from its first unit, with the weights of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from threading import Thread
+from types import TracebackType
+from typing import Any, Self
+
+from gyre_sdk.errors import TrainerError
+from gyre_sdk.harness.ports import Observer
+from gyre_sdk.trainer.loss import LossSums, Totals
+from gyre_sdk.trainer.mismatch import Mismatch
+from gyre_sdk.trainer.sharing.batch import Batch
+from gyre_sdk.trainer.sharing.seat import Passed, Seat
+from gyre_sdk.trainer.sharing.wire import Hello, Leave, Turned, Welcome, answer
+from gyre_sdk.trainer.units import Unit
+
+__all__ = ["Collected", "Core", "Progress"]
+
+_POLL = 0.2
+_HELLO_S = 10.0
+
+_log = logging.getLogger("gyre.trainer")
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What satellites added to a batch."""
+
+    totals: Totals
+    found: LossSums
+    mismatch: Mismatch
+    names: list[str]
+    """Ids of all units of the batch in the order in which they were sealed, whoever computed them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the open batch is. Tokens are targets."""
+
+    step: int
+    """0 when no batch is open; all else is 0 and false then, but what was measured."""
+    ready_units: int
+    """Sealed, and nobody has them."""
+    ready_tokens: int
+    leased_tokens: int
+    """Being computed, or computed and not committed."""
+    done_tokens: int
+    """Committed."""
+    sealed_all: bool
+    """True when no further unit comes in this batch."""
+    tokens_per_second: Mapping[str, float]
+    """Measured speed of computing, by cell; `core` is the core."""
+    pull_s: float
+    """Mean seconds of a satellite's pull of weights; 0 before the first."""
+    push_s: float
+    """Mean seconds of a push of gradients; 0 before the first."""
+
+
+class Core:
+    """Context manager that listens for satellites.
+
+    Args:
+        lease_s: seconds of silence after which a satellite is taken for dead; also what a bucket of tensors may take.
+        host: address to listen on.
+        port: 0 takes a free one.
+        key: who has it is trusted.
+        link: `auto`, `gloo`, `nccl` or `files`.
+        folder: shared with the satellites; for `files`.
+        settings: digest of what the gradient depends on beside weights and units; a satellite with another one is turned
+            away. Empty: not compared.
+        observer: learns of commits.
+        clock: seconds, of the leases.
+    """
+
+    def __init__(
+        self,
+        *,
+        key: bytes,
+        lease_s: float = 60.0,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        link: str = "auto",
+        folder: Path | None = None,
+        settings: str = "",
+        observer: Observer = lambda event: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._key = key
+        self._lease_s = lease_s
+        self._at = (host, port)
+        self._link = link
+        self._folder = folder
+        self._settings = settings
+        self._clock = clock
+        self._batch = Batch(lease_s, observer, clock)
+        self._admitted: set[str] = set()
+        self._seats: dict[str, Seat] = {}
+        self._passed = Passed()
+        self._serial = count(1)
+        self._server: socket.socket | None = None
+        self._threads: list[Thread] = []
+
+    def __enter__(self) -> Self:
+        try:
+            self._server = socket.create_server(self._at)
+        except OSError as error:
+            raise TrainerError(f"the core cannot listen on {self._at[0]}:{self._at[1]}: {error}") from error
+        self._server.settimeout(_POLL)
+        self._start(self._accept, self._server)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+        self._batch.end()
+        with self._batch.changed:
+            seats = list(self._seats.values())
+        for seat in seats:
+            seat.line.hang_up()
+        for thread in self._threads:
+            thread.join(_POLL)  # one in a transfer ends with it
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where satellites dial in."""
+        if self._server is None:
+            raise TrainerError("the core does not listen: enter it as a context manager first")
+        host, port = self._server.getsockname()[:2]
+        return str(host), int(port)
+
+    # -- the trainer's thread ------------------------------------------------------------------------------------------
+
+    def deal(self, step: int, version: int | None, model: Any, units: Iterable[Unit]) -> Iterator[Unit]:
+        """Open a batch; yield the units that the core computes itself; return when every unit is committed.
+
+        A yielded unit counts as computed when the next one is asked for. The weights must not change before the end.
+
+        Args:
+            version: number of the weights in training, if they have one.
+            units: taken in a thread of its own, as they are sealed.
+
+        Raises:
+            BaseException: what `units` raised.
+        """
+        batch = self._batch
+        batch.begin(step, version, model, units)
+        try:
+            while (found := batch.take_own()) is not None:
+                lease, unit = found
+                began = self._clock()
+                yield unit
+                batch.commit_own(lease, self._clock() - began)
+        finally:
+            batch.end()
+            batch.report_own(step)
+
+    def collect(self, model: Any) -> Collected:
+        """Add the satellites' sums of the batch that has ended into the parameters' `.grad`; return what they counted."""
+        counted, names = self._batch.collect(model)
+        return Collected(counted.totals, counted.found, counted.mismatch, names)
+
+    # -- the manager's thread ------------------------------------------------------------------------------------------
+
+    def open_gate(self) -> None:
+        """Let the core compute. It does from the start."""
+        with self._batch.changed:
+            self._batch.gate = True
+            self._batch.changed.notify_all()
+
+    def close_gate(self) -> None:
+        """Let the core take no further unit; return when it has none in hand."""
+        with self._batch.changed:
+            self._batch.gate = False
+            self._batch.changed.wait_for(lambda: not self._batch.computing)
+
+    def admit(self, cell: str) -> None:
+        """Let a cell's worker join this batch and those that follow, now or when it dials in."""
+        with self._batch.changed:
+            self._admitted.add(cell)
+            self._batch.changed.notify_all()
+
+    def dismiss(self, cell: str, seconds: float) -> bool:
+        """Let a satellite end its unit, offer what it has, and leave.
+
+        Returns:
+            True when it has left, or had not joined. False when it did not in time, or was lost: its leases are free.
+        """
+        changed = self._batch.changed
+        with changed:
+            self._admitted.discard(cell)
+            changed.notify_all()
+            seat = self._seats.get(cell)
+            if seat is None or not seat.inside:
+                return True
+        with suppress(ConnectionError):
+            seat.line.send(Leave())
+        with changed:
+            changed.wait_for(lambda: not seat.inside, seconds)
+            left = not seat.inside and not seat.gone
+        if not left:
+            seat.line.hang_up()
+            self._batch.release(seat.holder)
+        return left
+
+    def joined(self, cell: str) -> bool:
+        """Tell whether a cell's satellite holds the weights of the open batch and takes units."""
+        with self._batch.changed:
+            return self._has_joined(cell)
+
+    def join_wait(self, cell: str, seconds: float) -> bool:
+        """Wait until an admitted satellite has joined the open batch.
+
+        Returns:
+            False when it has not in time. True also when no batch is open: it joins the next one by itself.
+        """
+        batch = self._batch
+        with batch.changed:
+            return batch.changed.wait_for(lambda: not batch.is_open or self._has_joined(cell), seconds)
+
+    def waiting(self) -> set[str]:
+        """Return the cells whose workers are dialled in, admitted or not."""
+        with self._batch.changed:
+            return {cell for cell, seat in self._seats.items() if not seat.gone}
+
+    def progress(self) -> Progress:
+        """Return how far the open batch is."""
+        step, counts, speeds = self._batch.counts()
+        with self._batch.changed:
+            passed = self._passed
+            pull_s, push_s = passed.pull_s / max(passed.pulls, 1), passed.push_s / max(passed.pushes, 1)
+        return Progress(
+            step=step,
+            ready_units=counts.ready_units,
+            ready_tokens=counts.ready_tokens,
+            leased_tokens=counts.leased_tokens,
+            done_tokens=counts.done_tokens,
+            sealed_all=counts.closed,
+            tokens_per_second=speeds,
+            pull_s=pull_s,
+            push_s=push_s,
+        )
+
+    def _has_joined(self, cell: str) -> bool:
+        seat = self._seats.get(cell)
+        return seat is not None and seat.inside and bool(seat.digest) and seat.digest == self._batch.book.digest
+
+    # -- satellites ----------------------------------------------------------------------------------------------------
+
+    def _start(self, function: Callable[..., None], *arguments: Any) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = Thread(target=function, args=arguments, name=f"core {function.__name__}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self, server: socket.socket) -> None:
+        while self._server is server:
+            try:
+                sock, _ = server.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                return  # closed
+            self._start(self._seat, sock)
+
+    def _seat(self, sock: socket.socket) -> None:
+        """Hear who dials in, and serve it until it is gone."""
+        try:
+            line = answer(sock, self._key, self._lease_s)
+        except ConnectionError as error:
+            _log.warning("somebody who dialled in was not let in: %s", error)
+            return
+        try:
+            hello = line.receive(_HELLO_S)
+            if not isinstance(hello, Hello):
+                raise ConnectionError("it did not say hello")
+            if self._settings and hello.settings and hello.settings != self._settings:
+                line.send(Turned("its settings are not the trainer's: start both with the same config"))
+                raise ConnectionError(f"the worker on {hello.cell} has other settings")
+            line.send(Welcome(self._lease_s))
+        except ConnectionError as error:
+            _log.warning("somebody who dialled in was turned away: %s", error)
+            line.close()
+            return
+        cell = hello.cell
+        seat = Seat(
+            line,
+            cell,
+            f"{cell}/{next(self._serial)}",
+            self._batch,
+            admitted=lambda: cell in self._admitted,
+            passed=self._passed,
+            link=self._link,
+            folder=self._folder,
+        )
+        with self._batch.changed:
+            before, self._seats[cell] = self._seats.get(cell), seat
+            self._batch.changed.notify_all()
+        if before is not None:
+            before.line.hang_up()
+        if self._server is not None:
+            seat.serve()
+        line.close()

@@ -1,0 +1,232 @@
+"""The core's end of one satellite: answers what it asks, sends it weights, stages its gradients.
+
+A seat is held from a satellite's dial-in until its line breaks, it falls silent, or a transfer fails. Then whatever it
+leased is free again; a satellite that lives dials in anew, and gets another seat.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gyre_sdk.errors import SettingsError
+from gyre_sdk.trainer.sharing.batch import Batch, Open
+from gyre_sdk.trainer.sharing.book import Refusal, Verdict
+from gyre_sdk.trainer.sharing.link import Link, LinkLost, choose, invite
+from gyre_sdk.trainer.sharing.tensors import fingerprint, summed, trainable, weights
+from gyre_sdk.trainer.sharing.wire import (
+    Beat,
+    GiveBack,
+    Join,
+    Left,
+    Line,
+    Message,
+    Offer,
+    Pull,
+    Ruled,
+    Stale,
+    Take,
+    Turned,
+    Units,
+    Wait,
+)
+
+_ANSWER_S = 1.0
+"""A question is answered within this, if only by `Wait`."""
+
+_log = logging.getLogger("gyre.trainer")
+
+
+@dataclass(slots=True)
+class Passed:
+    """Seconds of transfers that were measured. Guarded by the batch's lock."""
+
+    pulls: int = 0
+    pull_s: float = 0.0
+    pushes: int = 0
+    push_s: float = 0.0
+
+
+class Seat:
+    """One satellite at the core. `serve` runs in a thread of its own; what is public is guarded by the batch's lock."""
+
+    def __init__(
+        self,
+        line: Line,
+        cell: str,
+        holder: str,
+        batch: Batch,
+        *,
+        admitted: Callable[[], bool],
+        passed: Passed,
+        link: str,
+        folder: Path | None,
+    ) -> None:
+        """Seat a satellite that has said hello.
+
+        Args:
+            holder: its name in the book, never used before.
+            admitted: whether its cell may join, asked under the lock.
+            passed: takes the measurements.
+            link: kind of link, or `auto`.
+            folder: of a link of files.
+        """
+        self.line = line
+        self.cell = cell
+        self.holder = holder
+        self.inside = False
+        """True from its first pull until it has left."""
+        self.digest = ""
+        """Fingerprint of the weights that it asked for units with."""
+        self.gone = False
+        self._batch = batch
+        self._admitted = admitted
+        self._passed = passed
+        self._kind = link
+        self._folder = folder
+        self._link: Link | None = None
+        self._open: Open | None = None
+
+    def serve(self) -> None:
+        """Answer until the satellite is gone."""
+        batch = self._batch
+        try:
+            while True:
+                message = self.line.receive(batch.lease_s)
+                if message is None:
+                    raise ConnectionError(f"nothing was heard of it for {batch.lease_s:.0f} s")
+                batch.renew(self.holder)
+                self._answer(message)
+        except (ConnectionError, LinkLost) as error:
+            units = batch.release(self.holder)
+            if self.inside:
+                _log.info("the satellite on %s is lost, its %d units are free again: %s", self.cell, units, error)
+        except SettingsError as error:
+            _log.warning("the satellite on %s is turned away: %s", self.cell, error)
+        except Exception:  # boundary: top of a satellite's thread; the batch goes on without it
+            _log.exception("the satellite on %s is given up", self.cell)
+        finally:
+            batch.release(self.holder)
+            with batch.changed:
+                self.gone, self.inside = True, False
+                batch.changed.notify_all()
+            self._unlink()
+            self.line.close()
+
+    def _answer(self, message: Message) -> None:
+        match message:
+            case Beat():
+                pass
+            case Join():
+                self._join(message)
+            case Take():
+                self._take(message)
+            case Offer():
+                self._offer(message)
+            case GiveBack():
+                self._batch.give_back(self.holder, message.leases)
+            case Left():
+                self._batch.release(self.holder)
+                self._unlink()
+                with self._batch.changed:
+                    self.inside, self.digest = False, ""
+                    self._batch.changed.notify_all()
+            case _:
+                raise ConnectionError(f"it said {type(message).__name__}, which is not its to say")
+
+    def _join(self, message: Join) -> None:
+        """Send the weights of the open batch."""
+        try:
+            found = self._batch.join(message.frozen, self._patience(), self._enter)
+        except SettingsError as error:
+            self.line.send(Turned(str(error)))
+            raise
+        if found is None:
+            self.line.send(Wait())
+            return
+        began = time.monotonic()
+        meeting, build = None, None
+        if self._link is None:
+            kind = choose(self._kind, found.model)
+            meeting, build = invite(kind, self.line.here, self._batch.lease_s, self._folder)
+        self.line.send(Pull(found.step, found.version, found.digest, meeting))
+        if build is not None:
+            self._link = build()
+        assert self._link is not None
+        self._link.send(weights(found.model))
+        self._open = found
+        with self._batch.changed:
+            self._passed.pulls += 1
+            self._passed.pull_s += time.monotonic() - began
+
+    def _enter(self) -> bool:
+        self.inside = self.inside or self._admitted()
+        return self._admitted()
+
+    def _take(self, message: Take) -> None:
+        found = self._batch.take(
+            self.holder, message.digest, message.count, self._patience(), lambda: not self._admitted()
+        )
+        if isinstance(found, Refusal):
+            self.line.send(Stale(found))
+            return
+        with self._batch.changed:
+            self.digest = message.digest
+            self._batch.changed.notify_all()
+        leases, units = found
+        self.line.send(Units(tuple(leases), tuple(units)) if leases else Wait())
+
+    def _offer(self, message: Offer) -> None:
+        """Rule on an offer; stage and commit what may come."""
+        batch = self._batch
+        while not batch.staging.acquire(timeout=batch.lease_s / 4):
+            batch.renew(self.holder)
+        try:
+            ruling = batch.offer(message.contribution, self.holder, message.step, message.leases)
+            self.line.send(Ruled(ruling))
+            if ruling.verdict is not Verdict.SEND:
+                return
+            staged = self._stage(message)
+            if fingerprint(staged) != message.digest:
+                raise LinkLost("its gradient came damaged")
+            ruling = batch.commit(
+                message.contribution, self.cell, message.leases, message.counted, staged, message.seconds
+            )
+        except LinkLost:
+            batch.abandon(message.contribution)
+            raise
+        finally:
+            batch.staging.release()
+        self.line.send(Ruled(ruling))
+
+    def _stage(self, message: Offer) -> dict[str, torch.Tensor]:
+        """Receive a gradient into memory of its own."""
+        if self._link is None or self._open is None:
+            raise LinkLost("it offered before it had weights")
+        began = time.monotonic()
+        own = trainable(self._open.model)
+        unknown = set(message.names) - set(own)
+        if unknown:
+            raise LinkLost(f"it has gradients of other parameters: {', '.join(sorted(unknown)[:3])}")
+        device = self._link.device
+        staged = {
+            name: torch.empty(own[name].shape, dtype=summed(own[name].dtype), device=device) for name in message.names
+        }
+        self._link.receive(staged, lambda: self._batch.renew(self.holder))
+        with self._batch.changed:
+            self._passed.pushes += 1
+            self._passed.push_s += time.monotonic() - began
+        return staged
+
+    def _patience(self) -> float:
+        return min(_ANSWER_S, self._batch.lease_s / 4)
+
+    def _unlink(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
