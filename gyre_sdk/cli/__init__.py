@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import typer
 
-from gyre_sdk.cli import fsck, machine, replay, run, samples, score, sim, store, task, tree, watch
+from gyre_sdk.cli import fsck, machine, replay, run, samples, score, sim, store, task, timeline, tree, watch
 from gyre_sdk.errors import GyreError
 
 __all__ = ["app", "main"]
@@ -35,6 +35,7 @@ app.command("rescore")(score.rescore)
 app.command("sim")(sim.sim)
 app.command("fsck")(fsck.fsck)
 app.command("replay")(replay.replay)
+app.command("timeline")(timeline.timeline)
 app.command("view")(watch.view)
 app.command(
     "serve",

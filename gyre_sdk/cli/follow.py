@@ -10,17 +10,22 @@ import msgspec
 
 from gyre_sdk.events import (
     CallRecorded,
+    CellMoved,
+    CellsSeen,
     Event,
     LaneOpened,
     RunEnded,
     RunStarted,
     StepSkipped,
     StepTaken,
+    SwitchMeasured,
+    UnitsCommitted,
     VersionPublished,
 )
 from gyre_sdk.journal import Entry, Journal
 from gyre_sdk.journal.values import CallSummary
 from gyre_sdk.records import CallStatus, RunRecord, RunStatus
+from gyre_sdk.view import cells
 
 _OPEN = (CallStatus.RECEIVED, CallStatus.DISPATCHED, CallStatus.STREAMING)
 
@@ -36,6 +41,7 @@ class Follower:
         self._call_seq = 0
         self._waiting: dict[int, CallSummary] = {}
         self._training = _Training()
+        self._cells = _Cells()
 
     @property
     def going(self) -> int:
@@ -50,6 +56,7 @@ class Follower:
         found += self._recorded({run.run for run in records if run.status is not RunStatus.RUNNING})
         found += self._finished(records)
         found += self._training.events(self._journal)
+        found += self._cells.events(self._journal)
         return sorted(found, key=lambda event: event.at)
 
     def _started(self, records: list[RunRecord]) -> Iterator[Event]:
@@ -104,6 +111,20 @@ class Follower:
                     run.ended_at - run.created_at,
                     run.placeholder,
                 )
+
+
+class _Cells:
+    """What cells did, where the store has it. Steps and versions are told by the trainer's ledger."""
+
+    def __init__(self) -> None:
+        self._after = 0
+
+    def events(self, journal: Journal) -> list[Event]:
+        """Return what is new."""
+        entries = journal.entries(cells.STREAM, self._after)
+        self._after = max((entry.seq for entry in entries), default=self._after)
+        told = (CellMoved, CellsSeen, SwitchMeasured, UnitsCommitted)
+        return [event for event in cells.read(entry.body for entry in entries).events if isinstance(event, told)]
 
 
 class _Training:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gyre_sdk.events import (
+    CellMoved,
     EvaluationMeasured,
     Event,
     GroupClosed,
@@ -12,6 +13,7 @@ from gyre_sdk.events import (
     RunStarted,
     StepSkipped,
     StepTaken,
+    SwitchMeasured,
     VersionPublished,
 )
 from gyre_sdk.view.escape import count, duration, reward, visible
@@ -86,6 +88,19 @@ class PlainLines:
                 )
             case ProcessRestarted():
                 return f"{visible(event.process, 40)} restarted: {visible(event.reason, _LIMIT)}"
+            case SwitchMeasured():
+                phases = ", ".join(f"{visible(name, 20)} {seconds:.2f}" for name, seconds in event.phases.items())
+                return (
+                    f"cell {visible(event.cell, 40)} went over to {visible(event.to, 20)} in"
+                    f" {sum(event.phases.values()):.2f} s ({phases})"
+                    + (
+                        f", {event.finished} requests ended, {event.moved} moved"
+                        if event.finished or event.moved
+                        else ""
+                    )
+                )
+            case CellMoved() if event.state in ("failed", "stopped"):
+                return f"cell {visible(event.cell, 40)} {event.state} after {duration(event.seconds)} {visible(event.before, 20)}: {visible(event.reason, _LIMIT)}"
             case GroupClosed() if not event.trainable and event.scored < 2:
                 return f"group {visible(event.group, 40)} trains nothing: {event.scored} of {event.started} runs scored"
             case RunStarted() if state.phase is None:

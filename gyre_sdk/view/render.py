@@ -16,6 +16,7 @@ from rich.text import Text
 from gyre_sdk.records import RunStatus
 from gyre_sdk.view.chart import chart
 from gyre_sdk.view.escape import count, duration, reward, visible
+from gyre_sdk.view.fleet import fleet
 from gyre_sdk.view.state import RunView, State
 
 _CHART_HEIGHT = 6
@@ -61,6 +62,10 @@ def render(state: State, now: float, page: Page, *, dropped: int = 0) -> Rendera
         else:
             parts.append(_training_line(state, page))
             used += 1
+    cells = fleet(state, now, page.width, page.height)
+    if cells is not None:
+        parts.append(cells.part)
+        used += cells.lines
     footer = _footer(state, page, dropped)
     used += len(footer)
     parts.append(_runs(state, now, page, rows=max(2, page.height - used - 4)))

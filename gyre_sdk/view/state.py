@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from gyre_sdk.events import (
     CallRecorded,
+    CellMoved,
+    CellsSeen,
     EvaluationMeasured,
     Event,
     GroupClosed,
@@ -17,7 +19,9 @@ from gyre_sdk.events import (
     RunStarted,
     StepSkipped,
     StepTaken,
+    SwitchMeasured,
     ToolRan,
+    UnitsCommitted,
     VersionPublished,
 )
 from gyre_sdk.records import RunStatus
@@ -68,6 +72,28 @@ class GroupView:
     task: str
     started: int = 0
     ended: int = 0
+
+
+@dataclass(slots=True)
+class CellView:
+    """A cell, as far as it is shown."""
+
+    since: float
+    """Since when it is what it is."""
+    state: str = ""
+    """What it does; empty while nobody has said so. Raw text."""
+    units: int = 0
+    """Units that it committed."""
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class SwitchView:
+    """Going over to a role, over all cells."""
+
+    count: int = 0
+    seconds: float = 0.0
+    """Of all of them."""
 
 
 @dataclass(slots=True)
@@ -136,6 +162,12 @@ class State:
         self.evaluations: dict[str, EvaluationMeasured] = {}
         self.restarts = Counter[str]()
         """Restarts by process."""
+        self.cells: dict[str, CellView] = {}
+        """Cells by name, in the order in which they were first heard of."""
+        self.fleet: CellsSeen | None = None
+        """The latest look at the cells."""
+        self.switches: dict[str, SwitchView] = {}
+        """Switches by the role that cells went over to."""
         self.problems: deque[tuple[float, str]] = deque(maxlen=_RECENT)
         """(time, what): restarts, failed runs, skipped steps; raw text."""
         self.unknown = 0
@@ -186,6 +218,10 @@ class State:
                 self.problems.append((event.at, f"{event.process} restarted: {event.reason}"))
             case PhaseStarted():
                 self.phase = Phase(event.name, event.total, event.at)
+            case CellsSeen():
+                self.fleet = event
+            case CellMoved() | UnitsCommitted() | SwitchMeasured():
+                self._of_cell(event)
             case _:
                 self.unknown += 1
 
@@ -204,6 +240,21 @@ class State:
         if found is not None:
             found.last_at = max(found.last_at, at)
         return found
+
+    def _of_cell(self, event: CellMoved | UnitsCommitted | SwitchMeasured) -> None:
+        cell = self.cells.setdefault(event.cell, CellView(event.at))
+        match event:
+            case CellMoved():
+                cell.state, cell.since = event.state, event.at
+                if event.state == "failed":
+                    self.problems.append((event.at, f"cell {event.cell} failed: {event.reason}"))
+            case UnitsCommitted():
+                cell.units += event.units
+                cell.tokens += event.tokens
+            case SwitchMeasured():
+                switch = self.switches.setdefault(event.to, SwitchView())
+                switch.count += 1
+                switch.seconds += sum(event.phases.values())
 
     def _call_recorded(self, event: CallRecorded) -> None:
         self.calls += 1

@@ -13,6 +13,8 @@ from rich.console import Console
 
 from gyre_sdk.events import (
     CallRecorded,
+    CellMoved,
+    CellsSeen,
     EvaluationMeasured,
     GroupClosed,
     LaneOpened,
@@ -22,7 +24,9 @@ from gyre_sdk.events import (
     RunStarted,
     StepSkipped,
     StepTaken,
+    SwitchMeasured,
     ToolRan,
+    UnitsCommitted,
     VersionPublished,
 )
 from gyre_sdk.records import RunStatus
@@ -116,6 +120,42 @@ def test_the_page_fits_and_holds_no_control_byte(width, height):
     for line in lines:
         assert line.isprintable()
         assert console.render_str(line, markup=False, emoji=False).cell_len <= width
+
+
+def with_cells(number: int) -> State:
+    """Fold the same training on cells."""
+    state = training()
+    for place in range(number):
+        name = f"satellite {place} {HOSTILE[place % len(HOSTILE)]}" if place else "core"
+        state.apply(CellMoved(40.0 + place, name, "training" if place % 2 else "serving", "loading", 5.0))
+        state.apply(UnitsCommitted(50.0, name, 1, 1200 * place, 10, 1.0))
+    state.apply(SwitchMeasured(60.0, "core", "training", {"drain": 1.5, "load": 2.5}))
+    state.apply(CellsSeen(61.0, 12, 16.0, 2, 3, 1, 40.0))
+    return state
+
+
+@pytest.mark.parametrize(("width", "height"), [(30, 10), (78, 30), (80, 24), (120, 36), (200, 50)])
+@pytest.mark.parametrize("number", [1, 3, 64])
+def test_cells_have_their_place_on_the_page(width, height, number):
+    page = drawn(with_cells(number), width, height)
+    lines = page.splitlines()
+    assert len(lines) <= max(height, 18) and all(line.isprintable() for line in lines)
+    (counts,) = [line for line in lines if "2 serving" in line]
+    if width >= 78 and height >= 30:
+        assert "2 serving, 3 training, 1 moving   runs 12/16   ready 40 cell-s" in counts
+        panel = page[page.index("─ cells") : page.index("─ runs")]
+        assert re.search(r"core +serving +1:00 +0 u", panel)
+        shown = re.search(r"\+(\d+) more", panel)
+        room = 3 * ((width - 4) // 36)
+        assert (int(shown[1]) if shown else 0) == (number - room + 1 if number > room else 0)
+    if width >= 120:
+        assert "1 to training (4.0 s)" in counts
+    if number == 3 and width >= 78 and height >= 30:
+        assert re.search(r"satellit… +training +0:59 +1.20k u", page)
+
+
+def test_a_training_without_cells_has_no_such_panel():
+    assert "cells" not in drawn(training(), 120, 36)
 
 
 def test_colours_are_the_views_own():

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from gyre_sdk.events import (
     AnyEvent,
     CallRecorded,
+    CellMoved,
+    CellsSeen,
     EvaluationMeasured,
     GroupClosed,
     LaneOpened,
@@ -18,7 +20,9 @@ from gyre_sdk.events import (
     RunStarted,
     StepSkipped,
     StepTaken,
+    SwitchMeasured,
     ToolRan,
+    UnitsCommitted,
     VersionPublished,
 )
 from gyre_sdk.records import RunStatus
@@ -116,6 +120,25 @@ def test_the_pace_is_that_of_the_last_units():
     assert state.phase.eta(120.0) == pytest.approx(80), "the slow first step is forgotten"
 
 
+def test_cells_and_what_they_do():
+    state = fold(
+        CellMoved(10.0, "core", "draining", "serving", 10.0, "the burst is complete"),
+        CellMoved(12.0, "core", "training", "draining", 2.0),
+        SwitchMeasured(12.0, "core", "training", {"drain": 2.0, "load": 1.0}, 1, 0),
+        SwitchMeasured(13.0, "s1", "training", {"drain": 4.0, "load": 1.0}, 0, 2),
+        UnitsCommitted(14.0, "s1", 1, 3, 400, 1.0),
+        UnitsCommitted(15.0, "s1", 1, 2, 100, 1.0),
+        CellsSeen(16.0, 5, 8.0, 0, 2, 0, 3.5),
+        CellMoved(17.0, "s1", "failed", "training", 5.0, "no sign of life"),
+    )
+    core, satellite = state.cells["core"], state.cells["s1"]
+    assert (core.state, core.since, core.units) == ("training", 12.0, 0)
+    assert (satellite.state, satellite.since, satellite.units, satellite.tokens) == ("failed", 17.0, 5, 500)
+    assert (state.switches["training"].count, state.switches["training"].seconds) == (2, 8.0)
+    assert state.fleet is not None and state.fleet.water == 5
+    assert list(state.problems) == [(17.0, "cell s1 failed: no sign of life")] and state.unknown == 0
+
+
 def test_long_trainings_stay_small():
     state = State()
     for number in range(5000):
@@ -167,6 +190,19 @@ _any = st.one_of(
     st.builds(EvaluationMeasured, _times, st.text(), st.integers(0, 9), st.floats(), st.floats(0, 1)),
     st.builds(ProcessRestarted, _times, st.text(), st.text()),
     st.builds(PhaseStarted, _times, st.text(), st.integers(0, 9)),
+    st.builds(CellMoved, _times, st.text(max_size=12), st.text(), st.text(), _times, st.text()),
+    st.builds(
+        CellsSeen,
+        _times,
+        st.integers(0, 99),
+        st.floats(),
+        st.integers(0, 9),
+        st.integers(0, 9),
+        st.integers(0, 9),
+        st.floats(),
+    ),
+    st.builds(SwitchMeasured, _times, _names, st.text(), st.dictionaries(st.text(), st.floats(), max_size=3)),
+    st.builds(UnitsCommitted, _times, _names, st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), _times),
 )
 
 

@@ -266,5 +266,5 @@ def draw_timeline(scenario: Scenario, path: Path, store: Recorded | None = None)
         "async_tuned_streaming": best(scenario, baselines(scenario, "async_tuned_streaming"), [workload])[0],
         ELASTIC: controls.elastic(tuned(scenario, _for_tuning(draw))),
     }
-    lanes = [timeline.Lane(name, setup.run(scenario, workload, record=True)) for name, setup in setups.items()]
+    lanes = [timeline.lane(name, setup.run(scenario, workload, record=True)) for name, setup in setups.items()]
     timeline.write(path, scenario.name, lanes)

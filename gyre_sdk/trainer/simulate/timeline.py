@@ -1,13 +1,11 @@
-"""A simulated training as a picture: every cell's role over time, water against capacity, ready work. HTML or PNG."""
+"""Pictures of cells over time, as HTML or PNG: of a simulated fleet, or of what a store recorded."""
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
-from html import escape
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,154 +13,77 @@ from numpy.typing import NDArray
 from gyre_sdk.errors import SettingsError
 from gyre_sdk.trainer.cells.state import CellState
 from gyre_sdk.trainer.simulate.fleet import Fleet
-
-COLOURS: Mapping[CellState, str] = {
-    CellState.SERVING: "#4c9be8",
-    CellState.DRAINING: "#c9b458",
-    CellState.SWITCHING: "#8a8f98",
-    CellState.TRAINING: "#e8734c",
-    CellState.LOADING: "#6fbf73",
-    CellState.FAILED: "#7a2230",
-    CellState.STOPPED: "#d8dbe0",
-}
-_WIDTH, _LEFT, _GRAPH = 1200, 90, 90
-_POINTS = 1200
-"""Points of a curve: more than a screen shows."""
-_WATER, _CAPACITY, _READY = "#1d4f91", "#9ec5ee", "#b4451f"
+from gyre_sdk.view.lanes import COLOURS, CURVES, GRAPH, UNNAMED, WIDTH, Lanes, Point, Span, page
 
 
-class Lane(NamedTuple):
-    """One policy's fleet, to be drawn."""
+def lane(name: str, fleet: Fleet) -> Lanes:
+    """Return what is drawn of one policy's fleet."""
+    cells = fleet.trace.cells
+    return Lanes(
+        f"{name}: {fleet.now / 3600:.2f} h",
+        ["core", *(f"satellite {number}" for number in range(1, len(cells)))],
+        [_spans(history, fleet.now) for history in cells],
+        [Point(*look) for look in fleet.trace.water],
+        fleet.now,
+    )
 
-    name: str
-    fleet: Fleet
 
-
-def check(path: Path) -> None:
+def check(path: Path, option: str = "--timeline") -> None:
     """Refuse a file whose ending is not one of a picture.
 
     Raises:
         SettingsError: the ending is neither `.html` nor `.png`.
     """
     if path.suffix not in (".html", ".png"):
-        raise SettingsError(f"--timeline {path}: a timeline is .html or .png")
+        raise SettingsError(f"{option} {path}: a timeline is .html or .png")
 
 
-def write(path: Path, title: str, lanes: Sequence[Lane]) -> None:
+def write(path: Path, title: str, lanes: Sequence[Lanes], option: str = "--timeline") -> None:
     """Write a picture; its form is the file's ending.
 
     Raises:
-        SettingsError: the ending is neither `.html` nor `.png`, or the file cannot be written.
+        SettingsError: the ending is neither `.html` nor `.png`, or the file cannot be written; it names the option.
     """
-    check(path)
+    check(path, option)
     try:
         if path.suffix == ".html":
-            path.write_text(as_html(title, lanes), "utf-8")
+            path.write_text(page(title, lanes), "utf-8")
         else:
             path.write_bytes(as_png(lanes))
     except OSError as error:
-        raise SettingsError(f"--timeline {path} cannot be written: {error}; name another file") from error
+        raise SettingsError(f"{option} {path} cannot be written: {error}; name another file") from error
 
 
-def as_html(title: str, lanes: Sequence[Lane]) -> str:
-    """Return a page that needs nothing else; hovering a bar tells state and time."""
-    longest = max(lane.fleet.now for lane in lanes)
-    legend = "".join(
-        f'<span><i style="background:{colour}"></i>{state}</span>'
-        for state, colour in [
-            *COLOURS.items(),
-            ("water (runs)", _WATER),
-            ("capacity (runs)", _CAPACITY),
-            ("ready work", _READY),
-        ]
-        if state not in (CellState.FAILED, CellState.STOPPED)
-    )
-    parts = "".join(f"<h2>{escape(name)}: {fleet.now / 3600:.2f} h</h2>{_svg(fleet, longest)}" for name, fleet in lanes)
-    style = (
-        "body{font:14px system-ui,sans-serif;margin:2em;color:#222}h2{font-size:15px;margin:1.2em 0 .3em}"
-        "span{margin-right:1em;white-space:nowrap}i{display:inline-block;width:1em;height:.8em;margin-right:.3em}"
-        "svg{width:100%;height:auto}"
-    )
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{style}</style></head><body><h1>{escape(title)}</h1><p>{legend}</p>{parts}</body></html>\n"
-    )
-
-
-def _svg(fleet: Fleet, longest: float) -> str:
-    cells = fleet.trace.cells
-    row = max(2.0, min(18.0, 360 / len(cells)))
-    scale = (_WIDTH - _LEFT) / longest
-    top = row * len(cells) + 12
-    height = top + _GRAPH + 22
-    parts = [f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img">']
-    for number, history in enumerate(cells):
-        y = number * row
-        if row >= 10:
-            name = "core" if number == 0 else f"satellite {number}"
-            parts.append(f'<text x="0" y="{y + row - 4:.1f}" font-size="11">{name}</text>')
-        for start, stop, state in spans(history, fleet.now):
-            x, width = _LEFT + start * scale, max((stop - start) * scale, 0.4)
-            parts.append(
-                f'<rect x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{row - 1:.1f}" fill="{COLOURS[state]}">'
-                f"<title>{state} {start / 60:.1f}-{stop / 60:.1f} min</title></rect>"
-            )
-    points = _thinned(fleet)
-    if len(points):
-        runs = max(points[:, 1].max(), points[:, 2].max(), 1.0)
-        work = max(points[:, 3].max(), 1.0)
-        for column, most, colour in ((2, runs, _CAPACITY), (1, runs, _WATER), (3, work, _READY)):
-            xs, ys = _LEFT + points[:, 0] * scale, top + _GRAPH * (1 - points[:, column] / most)
-            line = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys, strict=True))
-            parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.2"/>')
-        parts.append(f'<text x="0" y="{top + 11:.0f}" font-size="11">{runs:.0f} runs</text>')
-    for tick in range(9):
-        at = longest * tick / 8
-        parts.append(
-            f'<text x="{_LEFT + at * scale:.1f}" y="{height - 4:.0f}" font-size="11" text-anchor="middle">'
-            f"{at / 3600:.1f} h</text>"
-        )
-    return "".join([*parts, "</svg>"])
-
-
-def spans(history: Sequence[tuple[float, CellState]], end: float) -> list[tuple[float, float, CellState]]:
-    """Return a cell's history as stretches (start, stop, state) up to the end; empty ones are left out."""
+def _spans(history: Sequence[tuple[float, CellState]], end: float) -> list[Span]:
+    """Return a cell's history as stretches up to the end; empty ones are left out."""
     stops = [start for start, _ in history[1:]] + [end]
-    found = [(start, min(stop, end), state) for (start, state), stop in zip(history, stops, strict=True)]
-    return [span for span in found if span[0] < span[1]]
+    found = [Span(start, min(stop, end), state) for (start, state), stop in zip(history, stops, strict=True)]
+    return [span for span in found if span.start < span.stop]
 
 
-def _thinned(fleet: Fleet) -> NDArray[np.float64]:
-    points = np.asarray(fleet.trace.water, dtype=np.float64).reshape(-1, 4)
-    if len(points) <= _POINTS:
-        return points
-    return points[np.linspace(0, len(points) - 1, _POINTS).astype(np.int64)]
-
-
-def as_png(lanes: Sequence[Lane]) -> bytes:
-    """Return an image: a block of rows per policy, one per cell in the colours of `COLOURS`, its water below."""
-    longest = max(lane.fleet.now for lane in lanes)
-    blocks = [_block(lane.fleet, longest) for lane in lanes]
-    gap = np.full((12, _WIDTH, 3), 255, np.uint8)
+def as_png(lanes: Sequence[Lanes]) -> bytes:
+    """Return an image: a block of rows per fleet, one per cell in the colours of `COLOURS`, its water below."""
+    longest = max(1e-6, *(lane.end for lane in lanes))
+    blocks = [_block(lane, longest) for lane in lanes]
+    gap = np.full((12, WIDTH, 3), 255, np.uint8)
     return _png(np.concatenate([part for block in blocks for part in (block, gap)]))
 
 
-def _block(fleet: Fleet, longest: float) -> NDArray[np.uint8]:
-    cells = fleet.trace.cells
-    row = max(1, min(16, 360 // len(cells)))
-    image = np.full((row * len(cells) + 6 + _GRAPH, _WIDTH, 3), 255, np.uint8)
-    scale = (_WIDTH - 1) / longest
-    for number, history in enumerate(cells):
-        for start, stop, state in spans(history, fleet.now):
+def _block(lane: Lanes, longest: float) -> NDArray[np.uint8]:
+    row = max(1, min(16, 360 // max(1, len(lane.cells))))
+    image = np.full((row * len(lane.cells) + 6 + GRAPH, WIDTH, 3), 255, np.uint8)
+    scale = (WIDTH - 1) / longest
+    for number, spans in enumerate(lane.cells):
+        for start, stop, state in spans:
             left, right = int(start * scale), max(int(stop * scale), int(start * scale) + 1)
-            image[number * row : (number + 1) * row - (row > 2), left:right] = _rgb(COLOURS[state])
-    points = _thinned(fleet)
+            image[number * row : (number + 1) * row - (row > 2), left:right] = _rgb(COLOURS.get(state, UNNAMED))
+    points = np.asarray(lane.thinned(), dtype=np.float64).reshape(-1, 4)
     if len(points):
         most = max(points[:, 1].max(), points[:, 2].max(), 1.0)
         bottom = len(image) - 1
-        for column, colour in ((2, _CAPACITY), (1, _WATER)):
+        for column, colour in ((2, CURVES["capacity (runs)"]), (1, CURVES["water (runs)"])):
             xs = (points[:, 0] * scale).astype(np.int64)
-            ys = bottom - ((_GRAPH - 2) * points[:, column] / most).astype(np.int64)
+            ys = bottom - ((GRAPH - 2) * points[:, column] / most).astype(np.int64)
             for x, y, stop in zip(xs, ys, [*xs[1:], xs[-1] + 1], strict=True):
                 image[y - 1 : y + 1, x : max(stop, x + 1)] = _rgb(colour)
     return image
