@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import isfinite
 from typing import NamedTuple
 
 import msgspec
@@ -13,6 +12,8 @@ from gyre_sdk.events import CellMoved, CellsSeen, Event, StepTaken, SwitchMeasur
 STREAM = "cells"
 RECORDED = (CellMoved, CellsSeen, SwitchMeasured, UnitsCommitted, VersionPublished, StepTaken)
 """What is recorded of all events."""
+_LATEST = 1e11
+"""Seconds since the epoch; what claims to be later, or before it, is no event."""
 
 
 class RecordingStarted(Event, frozen=True, tag=True):
@@ -56,7 +57,7 @@ def read(bodies: Iterable[bytes]) -> Read:
         except (msgspec.DecodeError, UnicodeDecodeError):
             unknown += 1
             continue
-        if isfinite(event.at):
+        if 0 <= event.at <= _LATEST:
             events.append(event)
         else:
             unknown += 1

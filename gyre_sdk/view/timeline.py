@@ -254,7 +254,7 @@ class _Way:
 
     def moved(self, event: CellMoved) -> None:
         """End the stretch that the event tells the length of; what was missed before it is not made up."""
-        before_since = max(event.at - _seconds(event.seconds), self._floor)
+        before_since = max(event.at - _seconds(event.seconds), self._floor, 0.0)
         if not self._known and before_since < self._since:
             self._since = before_since
             self.cell.state = event.before

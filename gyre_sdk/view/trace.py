@@ -53,9 +53,9 @@ class _Writer:
         """Name processes and threads."""
         fleet = {_VERSIONS: "versions", _STEPS: "steps", _TRAININGS: "trainings"}
         cell = {_STATES: "state", _SWITCHES: "switches", _UNITS: "units"}
-        for pid, name in enumerate(["fleet", *(f"cell {name}" for name in self._found.cells)], _FLEET):
-            yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "ts": 0, "args": {"name": name}}
-            yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "ts": 0, "args": {"sort_index": pid}}
+        for pid, name in enumerate(["fleet", *self._found.cells], _FLEET):
+            yield {"ph": "M", "name": "process_name", "pid": pid, "ts": 0, "args": {"name": name}}
+            yield {"ph": "M", "name": "process_sort_index", "pid": pid, "ts": 0, "args": {"sort_index": pid}}
             for number, thread in (fleet if pid == _FLEET else cell).items():
                 tid = pid * _THREADS + number
                 yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "ts": 0, "args": {"name": thread}}

@@ -117,6 +117,8 @@ def test_threads_may_tell_things_a_little_late(walks, random):
 @settings(max_examples=200)
 @given(EVENTS)
 @example(SMALL)
+@example([moved(5.0, "a", "serving", "training", 1.7e308)])
+@example([SwitchMeasured(5.0, "a", "training", {"drain": 1.7e308, "load": 1.7e308})])
 def test_a_store_cut_at_any_event_still_reads(events):
     for number in range(len(events) + 1):
         cut = events[:number]
@@ -209,8 +211,9 @@ def test_entries_of_newer_versions_and_torn_ones_are_counted(cut):
     good = pack(moved(1.0, "a", "serving", "draining", 1.0))
     torn = good[: min(cut, len(good) - 1)]
     bodies = [good, pack(CellFlew(2.0, "a")), torn, pack(Richer(3.0, "a", "training", "draining", 2.0, 9.0))]
-    found = read([*bodies, pack(seen(math.nan, 0)), pack({"event": "CellMoved", "at": 1.0}), pack(7), b"\xa1\xff"])
-    assert [type(event) for event in found.events] == [CellMoved, CellMoved] and found.unknown == 6
+    bodies += [pack(seen(at, 0)) for at in (math.nan, math.inf, -1.0)]
+    found = read([*bodies, pack({"event": "CellMoved", "at": 1.0}), pack(7), b"\xa1\xff"])
+    assert [type(event) for event in found.events] == [CellMoved, CellMoved] and found.unknown == 8
 
 
 # -- the trace -------------------------------------------------------------------------------------------------------
@@ -219,8 +222,8 @@ def test_entries_of_newer_versions_and_torn_ones_are_counted(cut):
 def test_the_trace_of_a_small_training():
     events = check_trace(trace(timeline(SMALL)))
     of = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
-    assert list(of) == ["fleet", "cell core", "cell s1"]
-    core = [event for event in events if event["pid"] == of["cell core"]]
+    assert list(of) == ["fleet", "core", "s1"]
+    core = [event for event in events if event["pid"] == of["core"]]
     states = [event for event in core if event["ph"] == "X" and event["tid"] % 10 == 1]
     assert [(event["name"], event["ts"], event["dur"]) for event in states[:3]] == [
         ("serving", 0, 10_000_000),
