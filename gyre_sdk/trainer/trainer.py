@@ -9,6 +9,9 @@ Several processes (torchrun, `accelerate launch`) train together: units fall to 
 close, with whole copies of the weights or with FSDP2's shards. DistributedDataParallel has no part in this: it takes the
 mean of gradients, in every backward pass.
 
+Or several cells do (`gyre_sdk.trainer.sharing`): this process, the core, computes units of its own, and satellites push the
+gradients of others.
+
 With one process this gives, on the same rows, the gradients of TRL's `GRPOTrainer` for `dapo` and `dr_grpo`; with several,
 those of one process.
 """
@@ -16,9 +19,10 @@ those of one process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
@@ -46,6 +50,9 @@ from gyre_sdk.trainer.sharded import (
 )
 from gyre_sdk.trainer.unit_step import accumulate
 from gyre_sdk.trainer.units import Unit
+
+if TYPE_CHECKING:
+    from gyre_sdk.trainer.sharing.core import Core
 
 __all__ = ["Batches", "StepReport", "TreeGRPOConfig", "TreeGRPOTrainer", "make_trainer"]
 
@@ -103,6 +110,7 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
         on_step: called after every step, before its checkpoint. On every rank.
         on_saved: called with step and folder when a checkpoint's files are written. On rank 0.
         ranks: the processes that train together; None finds them.
+        core: shares every batch with other cells; not together with several ranks.
         callbacks: transformers' own.
 
     Raises:
@@ -123,6 +131,7 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
         on_step: Callable[[StepReport], None] = lambda report: None,
         on_saved: Callable[[int, Path], None] = lambda step, path: None,
         ranks: Ranks | None = None,
+        core: Core | None = None,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
         if args.disable_dropout:
@@ -133,6 +142,8 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
             self.remove_callback(noisy)
         self.add_callback(_Reporter(self))
         self.ranks = Ranks() if ranks is None else ranks
+        self._core = core
+        self._check_sharing()
         self._reference_model = _reference_model(model, args, reference_model)
         self._reference: Reference | None = None
         self._executor: Executor | None = None
@@ -189,10 +200,13 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
         totals, found, units = Totals(), LossSums(), list[str]()
         self._mismatch = Mismatch()
         self._in_training = self.ranks.share(self._version() if self.ranks.leads else None)
-        for dealt in self.ranks.deal(self._batches(step) if self.ranks.leads else ()):
-            units += dealt.names
-            if dealt.mine is not None or is_sharded(self.model):
-                found.add(self._accumulate(dealt.mine, totals))
+        if self._core is not None:
+            self._share(self._core, step, totals, found, units)
+        else:
+            for dealt in self.ranks.deal(self._batches(step) if self.ranks.leads else ()):
+                units += dealt.names
+                if dealt.mine is not None or is_sharded(self.model):
+                    found.add(self._accumulate(dealt.mine, totals))
         totals, found = self._together(totals, found)
         divide_by = denominator(self._options, totals, found.sums)
         if self.args.mismatch_threshold is not None:
@@ -247,6 +261,32 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
             self._on_saved(self.state.global_step, folder)
 
     # -- inside a step -----------------------------------------------------------------------------------------------
+
+    def _share(self, core: Core, step: int, totals: Totals, found: LossSums, units: list[str]) -> None:
+        """Compute what the core leaves to this process, and put what satellites computed to it."""
+        with closing(core.deal(step, self._in_training, self.model, self._batches(step))) as own:
+            for unit in own:
+                found.add(self._accumulate(unit, totals))
+        others = core.collect(self.model)
+        more = others.totals
+        totals.add(runs=more.runs, rows=more.rows, targets=more.targets, calls=more.calls)
+        found.add(others.found)
+        self._mismatch.merge(others.mismatch)
+        units += others.names
+
+    def _check_sharing(self) -> None:
+        if self._core is None:
+            return
+        if self.ranks.size > 1 or self.is_fsdp_enabled:
+            raise SettingsError(
+                f"a cell is one process, and {self.ranks.size} train here{' with FSDP' if self.is_fsdp_enabled else ''}:"
+                " start gyre-train without torchrun and with train.fsdp = false, or train without cells"
+            )
+        if self.args.sync_ref_model:
+            raise SettingsError(
+                "sync_ref_model moves this process's reference only, and satellites have one each: set it to false, or"
+                " train without cells"
+            )
 
     def _accumulate(self, unit: Unit | None, totals: Totals) -> LossSums:
         """Add a unit's summed gradient, and count it; return what was found of its loss."""

@@ -130,7 +130,7 @@ class Batch:
                 if self.book.finished:
                     return None
                 if self.gate:
-                    found = self.book.lease(OWN, work.open.digest, self._clock(), lasts=inf).leases
+                    found = self.book.lease(OWN, work.open.step, work.open.digest, self._clock(), lasts=inf).leases
                     if found:
                         unit = work.units[found[0].place]
                         assert unit is not None
@@ -200,19 +200,20 @@ class Batch:
 
     # -- threads of satellites -----------------------------------------------------------------------------------------
 
-    def join(self, base: str, seconds: float, enter: Callable[[], bool]) -> Open | None:
-        """Wait a while for a batch that can be joined, and return it.
+    def join(self, base: str, seconds: float, enter: Callable[[], bool], stop: Callable[[], bool]) -> Open | None:
+        """Wait a while for a batch that can be joined, and return it; None where there was none, or `stop` says so.
 
         Args:
             base: fingerprint of the satellite's frozen weights.
             enter: asked under the lock when there is a batch; whether the satellite comes in.
+            stop: asked under the lock.
 
         Raises:
             SettingsError: its frozen weights are others than the core's.
         """
         give_up = time.monotonic() + seconds
         with self.changed:
-            while True:
+            while not stop():
                 if self._work is not None and not self.book.finished and enter():
                     assert self._base is not None
                     if base != self._base[1]:
@@ -222,17 +223,18 @@ class Batch:
                     return self._work.open
                 left = give_up - time.monotonic()
                 if left <= 0:
-                    return None
+                    break
                 self.changed.wait(min(left, _LOOK_S))
+            return None
 
     def take(
-        self, holder: str, digest: str, count: int, seconds: float, stop: Callable[[], bool]
+        self, holder: str, step: int, digest: str, count: int, seconds: float, stop: Callable[[], bool]
     ) -> tuple[Sequence[Lease], Sequence[Unit]] | Refusal:
         """Lease units, waiting a while for some; empty where there was none, or `stop` says so under the lock."""
         give_up = time.monotonic() + seconds
         with self.changed:
             while not stop():
-                found = self.book.lease(holder, digest, self._clock(), count)
+                found = self.book.lease(holder, step, digest, self._clock(), count)
                 if found.refusal is not None:
                     return found.refusal
                 if found.leases:

@@ -212,19 +212,22 @@ class Book:
 
     # -- leases --------------------------------------------------------------------------------------------------------
 
-    def lease(self, holder: str, digest: str, now: float, count: int = 1, *, lasts: float | None = None) -> Leased:
+    def lease(
+        self, holder: str, step: int, digest: str, now: float, count: int = 1, *, lasts: float | None = None
+    ) -> Leased:
         """Lease free units, the oldest first.
 
         Near the end of what is there nobody gets more than half of an equal share, but one: so all end together.
 
         Args:
-            digest: of the weights that the holder has.
+            step: of the batch that the holder works on.
+            digest: of the weights that it has.
             now: seconds, on the caller's clock.
             count: units at most.
             lasts: seconds; None: as long as this book's leases do.
         """
         batch = self._batch
-        if batch is None:
+        if batch is None or step != batch.step:
             return Leased(refusal=Refusal.OTHER_BATCH)
         if digest != batch.digest:
             return Leased(refusal=Refusal.WRONG_WEIGHTS)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -27,7 +27,7 @@ from gyre_sdk.trainer.loss import LossSums, Totals
 from gyre_sdk.trainer.mismatch import Mismatch
 from gyre_sdk.trainer.sharing.batch import Batch
 from gyre_sdk.trainer.sharing.seat import Passed, Seat
-from gyre_sdk.trainer.sharing.wire import Hello, Leave, Turned, Welcome, answer
+from gyre_sdk.trainer.sharing.wire import Hello, Leave, Welcome, answer
 from gyre_sdk.trainer.units import Unit
 
 __all__ = ["Collected", "Core", "Progress"]
@@ -82,8 +82,6 @@ class Core:
         key: who has it is trusted.
         link: `auto`, `gloo`, `nccl` or `files`.
         folder: shared with the satellites; for `files`.
-        settings: digest of what the gradient depends on beside weights and units; a satellite with another one is turned
-            away. Empty: not compared.
         observer: learns of commits.
         clock: seconds, of the leases.
     """
@@ -97,7 +95,6 @@ class Core:
         port: int = 0,
         link: str = "auto",
         folder: Path | None = None,
-        settings: str = "",
         observer: Observer = lambda event: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -106,7 +103,6 @@ class Core:
         self._at = (host, port)
         self._link = link
         self._folder = folder
-        self._settings = settings
         self._clock = clock
         self._batch = Batch(lease_s, observer, clock)
         self._admitted: set[str] = set()
@@ -149,7 +145,7 @@ class Core:
 
     # -- the trainer's thread ------------------------------------------------------------------------------------------
 
-    def deal(self, step: int, version: int | None, model: Any, units: Iterable[Unit]) -> Iterator[Unit]:
+    def deal(self, step: int, version: int | None, model: Any, units: Iterable[Unit]) -> Generator[Unit, None, None]:
         """Open a batch; yield the units that the core computes itself; return when every unit is committed.
 
         A yielded unit counts as computed when the next one is asked for. The weights must not change before the end.
@@ -261,7 +257,7 @@ class Core:
 
     def _has_joined(self, cell: str) -> bool:
         seat = self._seats.get(cell)
-        return seat is not None and seat.inside and bool(seat.digest) and seat.digest == self._batch.book.digest
+        return seat is not None and seat.inside and seat.step is not None and seat.step == self._batch.book.step
 
     # -- satellites ----------------------------------------------------------------------------------------------------
 
@@ -292,9 +288,6 @@ class Core:
             hello = line.receive(_HELLO_S)
             if not isinstance(hello, Hello):
                 raise ConnectionError("it did not say hello")
-            if self._settings and hello.settings and hello.settings != self._settings:
-                line.send(Turned("its settings are not the trainer's: start both with the same config"))
-                raise ConnectionError(f"the worker on {hello.cell} has other settings")
             line.send(Welcome(self._lease_s))
         except ConnectionError as error:
             _log.warning("somebody who dialled in was turned away: %s", error)

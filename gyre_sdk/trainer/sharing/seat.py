@@ -81,8 +81,8 @@ class Seat:
         self.holder = holder
         self.inside = False
         """True from its first pull until it has left."""
-        self.digest = ""
-        """Fingerprint of the weights that it asked for units with."""
+        self.step: int | None = None
+        """Of the batch that it has asked for units of."""
         self.gone = False
         self._batch = batch
         self._admitted = admitted
@@ -134,7 +134,7 @@ class Seat:
                 self._batch.release(self.holder)
                 self._unlink()
                 with self._batch.changed:
-                    self.inside, self.digest = False, ""
+                    self.inside, self.step = False, None
                     self._batch.changed.notify_all()
             case _:
                 raise ConnectionError(f"it said {type(message).__name__}, which is not its to say")
@@ -142,7 +142,7 @@ class Seat:
     def _join(self, message: Join) -> None:
         """Send the weights of the open batch."""
         try:
-            found = self._batch.join(message.frozen, self._patience(), self._enter)
+            found = self._batch.join(message.frozen, self._patience(), self._enter, self._dismissed)
         except SettingsError as error:
             self.line.send(Turned(str(error)))
             raise
@@ -168,15 +168,18 @@ class Seat:
         self.inside = self.inside or self._admitted()
         return self._admitted()
 
+    def _dismissed(self) -> bool:
+        return self.inside and not self._admitted()
+
     def _take(self, message: Take) -> None:
         found = self._batch.take(
-            self.holder, message.digest, message.count, self._patience(), lambda: not self._admitted()
+            self.holder, message.step, message.digest, message.count, self._patience(), lambda: not self._admitted()
         )
         if isinstance(found, Refusal):
             self.line.send(Stale(found))
             return
         with self._batch.changed:
-            self.digest = message.digest
+            self.step = message.step
             self._batch.changed.notify_all()
         leases, units = found
         self.line.send(Units(tuple(leases), tuple(units)) if leases else Wait())
@@ -184,8 +187,9 @@ class Seat:
     def _offer(self, message: Offer) -> None:
         """Rule on an offer; stage and commit what may come."""
         batch = self._batch
-        while not batch.staging.acquire(timeout=batch.lease_s / 4):
+        while not batch.staging.acquire(timeout=self._patience()):
             batch.renew(self.holder)
+            self.line.send(Wait())
         try:
             ruling = batch.offer(message.contribution, self.holder, message.step, message.leases)
             self.line.send(Ruled(ruling))

@@ -6,10 +6,10 @@ theirs.
 
 A satellite asks and the core answers; beats, and the core's `Leave`, come at any time::
 
-    Hello     -> Welcome | Turned
-    Join      -> Pull (weights follow on the link) | Wait
+    Hello     -> Welcome
+    Join      -> Pull (weights follow on the link) | Wait | Turned
     Take      -> Units | Wait | Stale
-    Offer     -> Ruled (and, where it says send, after the transfer another one)
+    Offer     -> Wait, any number of times, then Ruled (where it says send: the gradient follows, then another Ruled)
     GiveBack, Left, Beat: no answer
 """
 
@@ -59,8 +59,6 @@ class Hello(Message, frozen=True):
     """A satellite has dialled in."""
 
     cell: str
-    settings: str
-    """Digest of what the gradient depends on beside weights and units; empty is not compared."""
 
 
 class Welcome(Message, frozen=True):
@@ -101,6 +99,8 @@ class Pull(Message, frozen=True):
 class Take(Message, frozen=True):
     """Asks for units."""
 
+    step: int
+    """Of the batch that it works on."""
     digest: str
     """Fingerprint of the weights that it has."""
     count: int
