@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -117,6 +118,35 @@ def test_a_store_that_another_process_holds_blocks_nobody_and_what_is_missed_is_
     assert len(kept) >= 50 and len(kept) + recorder.missed == 1000
     assert sum(event.count for event in found if isinstance(event, EventsMissed)) == recorder.missed
     assert timeline(found).missed == recorder.missed
+
+
+def test_the_end_does_not_wait_for_a_disk_that_takes_nothing(journal, monkeypatch):
+    monkeypatch.setattr("gyre_sdk.trainer.cellfeed._CLOSE", 0.1)
+    recorder = CellRecorder(journal)
+    holder = sqlite3.connect(journal.path, isolation_level=None)
+    holder.execute("BEGIN IMMEDIATE")
+    recorder.start()
+    recorder(moved(1))
+    recorder.stop()
+    assert journal.entries(STREAM) == [], "it came back before the disk did"
+    holder.execute("ROLLBACK")
+    holder.close()
+    until(lambda: len(journal.entries(STREAM)) == 2)
+
+
+def test_any_thread_may_tell(journal):
+    recorder = CellRecorder(journal)
+    recorder.start()
+    threads = [
+        threading.Thread(target=lambda base=base: [recorder(moved(base + number)) for number in range(50)])
+        for base in range(0, 400, 50)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    recorder.stop()
+    assert sorted(event.at for event in recorded(journal)[1:]) == [100.0 + number for number in range(400)]
 
 
 def test_a_store_that_is_closed_fails_nobody(journal):
