@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "view"))
 
-from cells_kit import SMALL, check_trace
+from cell_events import SMALL, check_trace
 
 from gyre_sdk.cli import main
 from gyre_sdk.cli.follow import Follower

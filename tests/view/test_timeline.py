@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from cells_kit import EVENTS, SMALL, check_trace, moved, seen, told, walks
+from cell_events import EVENTS, SMALL, check_trace, moved, seen, told, walks
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
