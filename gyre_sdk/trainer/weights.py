@@ -63,15 +63,16 @@ class AdapterWeights:
 class WeightFolder:
     """Holds the published versions of one training."""
 
-    def __init__(self, base: Path, output: Path, size: int) -> None:
+    def __init__(self, base: Path, output: Path, size: int, *, memory: bool = True) -> None:
         """`base` is the starting policy's folder, `size` the bytes of a version.
 
-        The place is derived from `output`, so that the next start finds and clears what a killed one left.
+        The place is derived from `output`, so that the next start finds and clears what a killed one left. Without
+        `memory` it is under `output`, where replicas on other machines can read it.
         """
         self._base = base
         name = f"gyre-{hashlib.blake2b(str(output.resolve()).encode(), digest_size=6).hexdigest()}"
         shared = SHARED_MEMORY / name
-        roomy = SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK)
+        roomy = memory and SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK)
         if roomy and shutil.disk_usage(SHARED_MEMORY).free < 4 * size:
             roomy = False
         self.root = shared if roomy else output / "weights"

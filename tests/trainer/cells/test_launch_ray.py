@@ -1,0 +1,250 @@
+"""Cells on a Ray cluster of three nodes: they come back where they were, or elsewhere, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray_kit
+from ray_kit import alive, eventually, helper, parent, toy
+from training_kit import make_model
+
+from gyre_sdk.errors import TrainerError
+from gyre_sdk.events import ProcessRestarted
+from gyre_sdk.trainer.cells.launch import CellSpec
+from gyre_sdk.trainer.cells.launch.node import KEPT, Node, Order
+from gyre_sdk.trainer.cells.launch.ray import RayCell, RayLauncher
+from gyre_sdk.trainer.weights import WeightFolder
+
+SLOT = {"slot": 1.0, "GPU": 8.0}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with ray_kit.cluster(3) as made:
+        yield made
+
+
+class Cells:
+    """A launcher, and what it told."""
+
+    def __init__(self, address: str) -> None:
+        self.events: list[Any] = []
+        self.told: list[Any] = []
+        self.launcher = RayLauncher(address, observer=self.events.append, room=30.0)
+
+    def launch(self, name: str, replica: Any, worker: Any = None, resources: Any = SLOT) -> RayCell:
+        return self.launcher.launch(
+            CellSpec(name, replica, worker, resources), lambda old, new: self.told.append(("moved", old, new))
+        )
+
+
+@pytest.fixture
+def cells(cluster: Any) -> Iterator[Cells]:
+    made = Cells(cluster.address)
+    yield made
+    made.launcher.close()
+
+
+def raylet(node: Any) -> int:
+    return int(node.all_processes["raylet"][0].process.pid)
+
+
+def pid(cell: RayCell) -> int:
+    return next(iter(cell.pids().values()))
+
+
+def generate(url: str) -> list[int]:
+    body = {"token_ids": [5, 6, 7], "sampling_params": {"temperature": 0, "max_tokens": 8}, "stream": False}
+    request = urllib.request.Request(
+        url + "/inference/v1/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as response:
+        ids: list[int] = json.loads(response.read())["choices"][0]["token_ids"]
+        return ids
+
+
+def test_a_process_comes_back_where_it_was_and_its_cell_ends_whole(cells: Cells, tmp_path: Path) -> None:
+    told = cells.told
+    replica = toy(
+        tmp_path,
+        "replica",
+        ready="/",
+        python=Path(sys.executable),
+        on_death=lambda url: told.append(("died", url)),
+        on_ready=lambda url: told.append(("ready", url)),
+    )
+    cell = cells.launch("cell-1", replica, toy(tmp_path, "worker"))
+    url = cell.wait()
+    assert url.startswith(f"http://{cells.launcher.host}:")
+    before = cell.pids()
+    assert set(before) == {"replica", "worker"} and parent(before["replica"]) == parent(before["worker"])
+    first = helper(tmp_path / "replica.log")
+    os.kill(before["replica"], signal.SIGKILL)
+    eventually(lambda: len(cells.events) == 1)
+    assert isinstance(cells.events[0], ProcessRestarted) and cells.events[0].reason == "signal SIGKILL"
+    assert told == [("died", url), ("ready", url)]
+    assert cell.wait() == url and urllib.request.urlopen(url, timeout=5).status == 200
+    after = cell.pids()
+    assert after["worker"] == before["worker"] and after["replica"] != before["replica"]
+    eventually(lambda: not alive(first))
+
+    actor = parent(after["worker"])
+    os.kill(actor, signal.SIGKILL)  # its processes end with it, and start again under another
+    eventually(lambda: len(cells.events) == 3)
+    assert not alive(after["replica"]) and not alive(after["worker"])
+    assert {event.process for event in cells.events[1:]} == {"replica", "worker"}
+    last = cell.pids()
+    assert parent(last["replica"]) == parent(last["worker"]) != actor
+    cell.check()
+    left = [*last.values(), helper(tmp_path / "replica.log"), helper(tmp_path / "worker.log")]
+    assert all(map(alive, left))
+    cell.stop()
+    cell.stop()
+    assert not any(map(alive, left)) and cell.pids() == {"replica": 0, "worker": 0}
+    eventually(lambda: not alive(parent(last["replica"])))
+
+
+def test_a_cell_whose_node_dies_comes_back_on_another(cells: Cells, cluster: Any, tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    both = [
+        cells.launch(name, ray_kit.engine(tmp_path, name, tmp_path / "model"), toy(tmp_path, f"{name}-worker"))
+        for name in ("cell-1", "cell-2")
+    ]
+    urls = [cell.wait() for cell in both]
+    answer = generate(urls[0])
+    assert len(answer) == 8 and generate(urls[1]) == answer
+    places = {parent(parent(pid(cell))): cell for cell in both}
+    assert len(places) == 2
+    node = next(node for node in cluster.worker_nodes if raylet(node) in places)
+    cell = places[raylet(node)]
+    other = both[1 - both.index(cell)]
+    undisturbed, gone = other.pids(), cell.pids()
+    cluster.remove_node(node, allow_graceful=False)
+    eventually(lambda: len(cells.events) == 2)  # its replica and its worker
+    assert not any(map(alive, gone.values()))
+    old, new = urls[both.index(cell)], cell.wait()
+    assert cells.told == [("moved", old, new)] and generate(new) == answer
+    assert parent(parent(pid(cell))) not in places
+    assert other.pids() == undisturbed and generate(other.wait()) == answer
+    cell.check()
+    other.check()
+
+
+def test_what_does_not_start_says_why(cells: Cells, tmp_path: Path) -> None:
+    cell = cells.launch("cell-1", toy(tmp_path, "replica", "none"))
+    why = r"replica did not start: it ended with exit status 3; see .*replica\.log:\nmodel none on GPU 0,1,2,3,4,5,6,7\nno model here"
+    with pytest.raises(TrainerError, match=why):
+        cell.wait()
+    cell.stop()
+    absent = cells.launch("cell-2", toy(tmp_path, "absent", python=Path("/nowhere/python")))
+    with pytest.raises(TrainerError, match=r"on the node .*FileNotFoundError.*/nowhere/python"):
+        absent.wait()
+
+
+def test_what_keeps_dying_is_given_up(cells: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gyre_sdk.trainer.processes.RESTARTS", 2)
+    monkeypatch.setattr("gyre_sdk.trainer.processes.WINDOW", 600.0)
+    cell = cells.launch("cell-1", toy(tmp_path, "replica"))
+    cell.wait()
+    os.kill(pid(cell), signal.SIGKILL)
+    eventually(lambda: len(cells.events) == 1)
+    os.kill(pid(cell), signal.SIGKILL)
+
+    def given_up() -> bool:
+        try:
+            cell.check()
+        except TrainerError as error:
+            return "died 2 times" in str(error) and "toy ready on" in str(error)
+        return False
+
+    eventually(given_up)
+    assert cell.pids() == {"replica": 0} and not alive(helper(tmp_path / "replica.log"))
+
+
+def test_without_room_the_error_names_it(cells: Cells, tmp_path: Path) -> None:
+    cells.launcher._room = 1.0
+    cell = cells.launch("cell-1", toy(tmp_path, "replica"), resources={"slot": 5.0})
+    with pytest.raises(TrainerError, match=r"no room for cell-1 in 1 s: it needs \{'slot': 5\.0\} on the node of"):
+        cell.wait()
+
+
+def test_nothing_is_left_of_a_trainer_killed_with_9(tmp_path: Path) -> None:
+    mark = f"GYRE_TEST_{tmp_path.name.upper()}"
+    process = subprocess.Popen(
+        ray_kit.driver(tmp_path), stdout=subprocess.PIPE, text=True, env={**os.environ, **ray_kit.QUIET, mark: "1"}
+    )
+    assert process.stdout is not None
+    urls = json.loads(process.stdout.readline().replace("'", '"'))
+    assert len(urls) == 2
+    assert sum("cell_toy_server" in line for line in ray_kit.marked(mark).values()) == 4
+    process.kill()
+    process.wait()
+
+    def agents(lines: dict[int, str]) -> bool:
+        """Tell whether only agents of Ray are left, which end by themselves when they miss their node for a minute."""
+        return all(line.startswith(("ray::DashboardAgent", "ray::RuntimeEnvAgent")) for line in lines.values())
+
+    eventually(lambda: agents(ray_kit.marked(mark)))
+    for agent in ray_kit.marked(mark):
+        os.kill(agent, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("before", "error"),
+    [
+        ("sys.modules['ray'] = None", "needs Ray: pip install 'gyre-sdk[ray]'"),
+        ("", "no Ray cluster at cells.ray_address = '127.0.0.1:1'"),
+        ("address = 'ray://' + address", "cells.ray_address = 'ray://127.0.0.1:1' must be 'auto' or HOST:PORT"),
+    ],
+)
+def test_without_ray_or_a_cluster_the_settings_are_wrong(before: str, error: str) -> None:
+    program = f"""
+import sys
+address = "127.0.0.1:1"
+{before}
+from gyre_sdk.trainer.cells.launch.ray import RayLauncher, SettingsError
+try:
+    RayLauncher(address, observer=print)
+except SettingsError as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert error in run.stdout, run.stderr
+
+
+def test_weights_for_other_machines_lie_in_the_output_folder(tmp_path: Path) -> None:
+    folder = WeightFolder(tmp_path, tmp_path / "out", 10, memory=False)
+    assert folder.root == tmp_path / "out" / "weights" and folder.root.is_dir()
+
+
+def test_output_waits_for_who_collects_it_and_old_output_gives_way(tmp_path: Path) -> None:
+    (tmp_path / "talk.py").write_text(
+        f"import sys\nfor n in range({KEPT // 8 + 1000}): sys.stdout.write(f'{{n:07d}}\\n')\nsys.stdout.flush()\ninput()"
+    )
+    node = Node()
+    order = Order("talk", ["talk"], None, {"PYTHONPATH": str(tmp_path)}, str(tmp_path / "absent"))
+    assert node.start(order) > 0
+    try:
+        eventually(lambda: node.look("talk", 0).ended is not None)
+        look = node.look("talk", 0)
+        assert (look.ended, len(look.output)) == ("exit status 1", KEPT) and b"EOFError" in look.output
+        assert look == node.look("talk", 0) and look.start > 8000
+        rest = node.look("talk", look.start + 16)
+        assert (rest.start, rest.output) == (look.start + 16, look.output[16:])
+        assert node.look("talk", look.start + KEPT).output == b""
+        again = node.start(order)
+        assert alive(again)
+        node.terminate("talk")
+        eventually(lambda: node.look("talk", 0).ended == "signal SIGTERM")
+    finally:
+        node.kill("talk")
+        node.kill("talk")
