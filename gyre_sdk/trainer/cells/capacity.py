@@ -31,7 +31,7 @@ class Counters:
     awaited_runs: int
     """Runs of the open burst that have not ended, started or not."""
     mean_tokens_per_run: float
-    """Tokens that training computes for a run; 0 before the first was sealed."""
+    """Targets that a run gives to training; 0 before the first was sealed."""
 
 
 @dataclass(frozen=True, slots=True)

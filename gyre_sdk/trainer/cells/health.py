@@ -58,10 +58,10 @@ class Pulse:
         return None
 
 
-def look(url: str, timeout: float = _TIMEOUT) -> Sign:
+def look(http: httpx.Client, url: str) -> Sign:
     """Ask a replica how it is."""
     try:
-        status = httpx.get(f"{url}/health", timeout=timeout).status_code
+        status = http.get(f"{url}/health").status_code
     except httpx.ConnectError:
         return Sign.REFUSED
     except httpx.HTTPError:
@@ -76,6 +76,7 @@ class Health:
         self._clock = clock
         self._period_s = period_s
         self._pulses: dict[str, Pulse] = {}
+        self._http = httpx.Client(timeout=_TIMEOUT, headers={"connection": "close"})
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="health of cells", daemon=True)
 
@@ -92,6 +93,7 @@ class Health:
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
+        self._http.close()
 
     def fault(self, url: str) -> str | None:
         """Return in words why a replica counts as gone; None while it does not."""
@@ -101,10 +103,14 @@ class Health:
         """Tell whether it answered when it was last asked."""
         return self._pulses.get(url, Pulse()).sign is Sign.ALIVE
 
+    def beat(self) -> None:
+        """Look at each replica once."""
+        for url in list(self._pulses):
+            sign = look(self._http, url)
+            pulses = self._pulses
+            if url in pulses:
+                pulses[url] = pulses[url].after(sign, self._clock.monotonic())
+
     def _run(self) -> None:
         while not self._stopping.wait(self._period_s):
-            for url in list(self._pulses):
-                sign = look(url)
-                pulses = self._pulses
-                if url in pulses:
-                    pulses[url] = pulses[url].after(sign, self._clock.monotonic())
+            self.beat()

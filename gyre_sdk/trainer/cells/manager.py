@@ -57,6 +57,8 @@ class Member:
         self.retry_s = _RETRY_S[0]
         self.worker: int | None = None
         """Process id of its worker when it began to train."""
+        self.held = False
+        """Whether its worker may still have the devices: it was let in, and did not leave in order."""
 
 
 class Manager:
@@ -138,10 +140,12 @@ class Manager:
         if self._thread.ident is not None:
             self._thread.join(seconds)
         self._health.stop()
-        if self._thread.is_alive():
-            _log.warning("cells are still being moved after %.0f s: %s", seconds, self.states())
-        else:
-            self._gather(self._clock.monotonic() + seconds)
+        # in a thread: a core that was broken off in the middle of a unit never lets go of it
+        last = threading.Thread(target=self._gather_last, args=(seconds,), name="gather cells", daemon=True)
+        last.start()
+        last.join(seconds)
+        if last.is_alive():
+            _log.warning("cells were not all brought back to serving in %.0f s: %s", seconds, self.states())
 
     def check(self) -> None:
         """Raise what ended the manager, or that a cell's process was given up.
@@ -237,7 +241,7 @@ class Manager:
 
     def _go(self, member: Member, reason: str) -> None:
         """Take a cell to training."""
-        before = member.cell.worker_pid() if not member.core else None
+        member.worker, member.held = member.cell.worker_pid(), not member.core
         try:
             switched = to_training(
                 member.cell,
@@ -250,7 +254,6 @@ class Manager:
         except PhaseFailed as error:
             self._fail(member, str(error))
             return
-        member.worker = before
         self.costs = replace(self.costs, to_train=self.costs.to_train.after(switched.seconds))
         self._measured(member, "training", switched)
 
@@ -265,25 +268,28 @@ class Manager:
         self._measured(member, "serving", switched)
 
     def _serve(self, member: Member, event: CellEvent, reason: str) -> Switched:
-        return to_serving(
-            member.cell,
-            member.core,
-            self._publisher,
-            self._training,
-            self._patience,
-            lambda event: self._enter(member, event, reason),
-            event=event,
-        )
+        def enter(now: CellEvent) -> None:
+            if now is event:
+                member.held = False
+            self._enter(member, now, reason)
+
+        return to_serving(member.cell, member.core, self._publisher, self._training, self._patience, enter, event=event)
+
+    def _gather_last(self, seconds: float) -> None:
+        try:
+            self._gather(self._clock.monotonic() + seconds)
+        except Exception as error:  # boundary: top of the thread that gathers; the manager has ended all the same
+            _log.exception("cells were not all brought back to serving")
+            self._failure = self._failure or error
 
     def _gather(self, deadline: float | None) -> None:
         with self._acting:
             for member in reversed(self._members):
                 if deadline is not None and self._clock.monotonic() > deadline:
-                    _log.warning("cells were not all brought back in time: %s", self.states())
                     return
                 if member.state is CellState.TRAINING:
                     self._go_back(member, "cells are gathered")
-                elif member.state is CellState.FAILED and self._health.answers(member.cell.url):
+                elif self._may_return(member):
                     self._try_again(member)
 
     # -- deaths and returns --------------------------------------------------------------------------------------------
@@ -305,12 +311,16 @@ class Manager:
         if now - self._checked < _CHECK_S:
             return
         self._checked = now
+        connected = self._training.waiting()
         for member in self._members:
-            if member.state is CellState.TRAINING:
-                if not member.core and member.worker != member.cell.worker_pid():
-                    self._fail(member, "its worker's process ended")
-                elif self._health.answers(member.cell.url):
-                    self._keep_parked(member)
+            if member.state is not CellState.TRAINING:
+                continue
+            if not member.core and member.worker != member.cell.worker_pid():
+                self._fail(member, "its worker's process ended")
+            elif not member.core and member.cell.name not in connected:
+                self._fail(member, "its worker is not connected to the core any more")
+            elif self._health.answers(member.cell.url):
+                self._keep_parked(member)
 
     def _keep_parked(self, member: Member) -> None:
         try:
@@ -324,12 +334,16 @@ class Manager:
             _log.warning("the replica of %s does not say whether it is parked: %s", member.cell.name, error)
 
     def _bring_back(self) -> None:
-        """Bring failed cells back whose replica answers."""
         for member in self._members:
-            if member.state is not CellState.FAILED or self._clock.monotonic() < member.retry_at:
-                continue
-            if self._health.answers(member.cell.url):
+            if self._clock.monotonic() >= member.retry_at and self._may_return(member):
                 self._try_again(member)
+
+    def _may_return(self, member: Member) -> bool:
+        """Tell whether a failed cell can come back: its replica answers, and its worker has ended or is known to wait."""
+        if member.state is not CellState.FAILED or not self._health.answers(member.cell.url):
+            return False
+        ended = member.worker != member.cell.worker_pid()
+        return not member.held or ended or member.cell.name in self._training.waiting()
 
     def _try_again(self, member: Member) -> None:
         try:

@@ -9,7 +9,7 @@ __all__ = ["Progress", "TrainingSide"]
 
 
 class Progress(Protocol):
-    """How far the open batch is. Tokens are those that training computes; shared prefixes count once."""
+    """How far the open batch is. Tokens are targets."""
 
     @property
     def step(self) -> int:
@@ -61,16 +61,16 @@ class TrainingSide(Protocol):
         """Let a satellite's worker join."""
 
     def join_wait(self, cell: str, seconds: float) -> bool:
-        """Wait until it holds the weights of the open batch and may take units; False: not within `seconds`."""
+        """Wait until it holds the weights of the open batch and takes units, if one is open; False: not within `seconds`."""
 
     def dismiss(self, cell: str, seconds: float) -> bool:
-        """Let it offer what it has, give back the rest and free its devices; False: not within `seconds`.
+        """Let it offer what it has, give back the rest and free its devices; True at once for one that has not joined.
 
-        At once True for one that has not joined.
+        False when it did not within `seconds`, or was lost; its units are free all the same.
         """
 
     def waiting(self) -> set[str]:
-        """Return the cells whose workers are connected and could be admitted."""
+        """Return the cells whose workers are connected, admitted or not."""
 
     def progress(self) -> Progress:
         """Return how far the open batch is."""

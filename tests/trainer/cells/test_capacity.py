@@ -1,0 +1,109 @@
+"""What is estimated from measured numbers: what a cell carries, when runs end, what a switch costs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from cells_kit import Batch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gyre_sdk.trainer.cells.capacity import Average, Costs, Counters, Load, carried, rollout_left
+from gyre_sdk.trainer.cells.observe import observed
+from gyre_sdk.trainer.cells.plan import Policy, plan
+from gyre_sdk.trainer.cells.state import CellState
+
+positive = st.floats(0.01, 1e6)
+known = st.none() | positive
+loads = st.builds(Load, known, known, known, known)
+seconds = st.floats(0, 1e5)
+
+
+@given(loads, st.floats(1, 1000), st.floats(1, 10))
+def test_a_cell_carries_the_least_of_what_is_known(load: Load, bound: float, factor: float) -> None:
+    found = carried(load, bound)
+    assert 1 <= found <= bound
+    limits = [bound]
+    if load.kv_tokens and load.context_tokens:
+        limits.append(load.kv_tokens / load.context_tokens)
+    if load.sampled_per_second and load.demanded_per_second:
+        limits.append(load.sampled_per_second / load.demanded_per_second)
+    assert found == max(1, min(limits))
+    if load.context_tokens is not None:
+        assert carried(replace(load, context_tokens=load.context_tokens * factor), bound) <= found
+
+
+def test_capacity_in_numbers() -> None:
+    """600k tokens of cache hold 20 contexts of 30k; 2,000 tokens a second serve 40 runs that sample 50."""
+    load = Load(600_000, 30_000, 2000, 50)
+    assert carried(load, 64) == 20
+    assert carried(replace(load, kv_tokens=None), 64) == 40
+    assert carried(Load(), 64) == 64
+    assert carried(replace(load, kv_tokens=1000), 64) == 1
+
+
+def test_what_is_left_in_numbers() -> None:
+    ended = [10.0, 10.0, 20.0, 100.0]
+    assert rollout_left([], ended) == 0
+    assert rollout_left([], []) == 0
+    assert rollout_left([3.0], []) == math.inf
+    assert rollout_left([0.0], ended) == 35  # the mean
+    assert rollout_left([15.0], ended) == 45  # of 20 and 100
+    assert rollout_left([15.0, 30.0, 90.0], ended) == 70  # the second is expected to be the last
+    assert rollout_left([100.0, 200.0], ended) == (140 + 300) / 4  # beyond all that ended
+    assert rollout_left([15.0], ended, waiting=4, slots=2) == 45 + 2 * 35
+
+
+@given(st.lists(seconds, max_size=8), st.lists(st.floats(0.1, 1e5), min_size=1, max_size=12))
+def test_what_is_left_is_the_longest_of_each_alone(ages: list[float], ended: list[float]) -> None:
+    found = rollout_left(ages, ended)
+    assert 0 <= found < math.inf
+    inside = [age for age in ages if age < max(ended)]
+    assert found >= max((rollout_left([age], ended) for age in inside), default=0.0) * (1 - 1e-9)
+    for age in inside:
+        longer = [duration - age for duration in ended if duration > age]
+        assert rollout_left([age], ended) == pytest.approx(sum(longer) / len(longer), rel=1e-6, abs=1e-6)
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=20), st.floats(0.01, 100))
+def test_measured_costs_replace_the_prior(measured: list[float], prior: float) -> None:
+    average = Average(prior)
+    for number, value in enumerate(measured):
+        average = average.after(value)
+        assert average.measured and (number or average.value == value)
+    assert min(measured) * 0.999 <= average.value <= max(measured) * 1.001
+
+
+def test_an_observation_of_a_fleet() -> None:
+    """8,000 tokens to train at 500 a second; of the burst 4 runs are awaited, one of which has no slot yet."""
+    counters = Counters(20, 15, 10, [2.0, 4.0, 6.0], [10.0] * 10, 4, 1000.0)
+    batch = Batch(ready_tokens=5000, leased_tokens=3000, tokens_per_second={"cell-0": 400.0, "cell-1": 600.0})
+    states = [CellState.TRAINING, CellState.SERVING, CellState.SERVING, CellState.LOADING, CellState.FAILED]
+    seen = observed(states, counters, batch, Costs(), capacity=4)
+    assert (seen.serving, seen.training, seen.moving, seen.water, seen.live) == (2, 1, 1, 10, 5)
+    assert (seen.ready_s, seen.awaited_s) == (16.0, 8.0)
+    assert seen.rollout_left_s == 8 + 10 / 8
+    assert (seen.to_train_s, seen.to_serve_s, seen.join_s) == (5, 5, 0)
+
+
+def test_a_burst_without_a_measured_run_is_not_complete() -> None:
+    """Before the first group was sealed nobody knows what a run gives to train: awaited work is not nothing."""
+    seen = observed([CellState.SERVING], Counters(4, 4, 0, [1.0] * 4, [], 4, 0.0), Batch(), Costs(), capacity=4)
+    assert seen.awaited_s > 0 and seen.rollout_left_s == math.inf
+    assert plan(seen, Policy()) == ()
+
+
+def test_one_cell_alternates() -> None:
+    """With runs it serves, without it trains; it goes back as soon as there are new ones."""
+    costs, batch = Costs(), Batch(ready_tokens=500_000)
+    counters = Counters(8, 8, 4, [1.0] * 4, [5.0] * 4, 0, 100.0)
+    assert plan(observed([CellState.SERVING], counters, batch, costs, capacity=8), Policy()) == ()
+    done = replace(counters, finished=8, live_ages=[])
+    (action,) = plan(observed([CellState.SERVING], done, batch, costs, capacity=8), Policy())
+    assert (action.move, action.cells) == ("to_training", 1)
+    assert plan(observed([CellState.TRAINING], done, batch, costs, capacity=8), Policy()) == ()
+    more = replace(done, dispatched=16, started=9, awaited_runs=8, live_ages=[0.5])
+    (action,) = plan(observed([CellState.TRAINING], more, Batch(), costs, capacity=8), Policy())
+    assert (action.move, action.cells) == ("to_serving", 1)
