@@ -48,7 +48,7 @@ def cluster(nodes: int) -> Iterator[Any]:
                 include_dashboard=False,
                 wait=False,
             )
-        made.wait_for_nodes()
+        made.wait_for_nodes(timeout=120)
         yield made
     finally:
         made.shutdown()
@@ -82,7 +82,7 @@ def helper(log: Path) -> int:
     return int(log.read_text().rsplit("helper ", 1)[1].split()[0])
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 40.0) -> None:
+def eventually(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     give_up = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < give_up, "it did not happen"

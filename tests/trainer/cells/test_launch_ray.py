@@ -113,7 +113,10 @@ def test_a_process_comes_back_where_it_was_and_its_cell_ends_whole(cells: Cells,
     eventually(lambda: not alive(parent(last["replica"])))
 
 
-def test_a_cell_whose_node_dies_comes_back_on_another(cells: Cells, cluster: Any, tmp_path: Path) -> None:
+def test_a_cell_whose_node_dies_comes_back_on_another(
+    cells: Cells, cluster: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "gyre.trainer")
     make_model(tmp_path / "model")
     both = [
         cells.launch(name, ray_kit.engine(tmp_path, name, tmp_path / "model"), toy(tmp_path, f"{name}-worker"))
@@ -137,6 +140,8 @@ def test_a_cell_whose_node_dies_comes_back_on_another(cells: Cells, cluster: Any
     assert other.pids() == undisturbed and generate(other.wait()) == answer
     cell.check()
     other.check()
+    eventually(lambda: "Ray: The node with node id" in caplog.text)
+    assert "raylet" not in capfd.readouterr().out
 
 
 def test_what_does_not_start_says_why(cells: Cells, tmp_path: Path) -> None:

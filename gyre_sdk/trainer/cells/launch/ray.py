@@ -15,7 +15,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -345,8 +345,26 @@ class _Connection:
         finally:
             logger.setLevel(level)
             self._opened.set()
-        self._closing.wait()
-        ray.shutdown()
+        with _silence():
+            self._closing.wait()
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Log what nodes report instead of printing it. Ray has no setting for that, and stdout is for the trainer's report."""
+    from ray._private import worker
+
+    def note(data: Mapping[str, Any], **_: Any) -> None:
+        for line in data["lines"]:
+            _log.info("Ray: %s", line.partition("\n")[0])
+
+    printing = worker.print_to_stdstream
+    worker.print_to_stdstream = note
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = printing
 
 
 def _local() -> dict[str, Any]:
