@@ -135,6 +135,7 @@ class Manager:
 
     def stop(self, seconds: float = 60.0) -> None:
         """Move nothing more and bring all cells back to serving, for about `seconds` at most. Idempotent."""
+        give_up = time.monotonic() + seconds
         self._gathered = True
         self._stopping.set()
         if self._thread.ident is not None:
@@ -143,7 +144,7 @@ class Manager:
         # in a thread: a core that was broken off in the middle of a unit never lets go of it
         last = threading.Thread(target=self._gather_last, args=(seconds,), name="gather cells", daemon=True)
         last.start()
-        last.join(seconds)
+        last.join(max(0.0, give_up - time.monotonic()))
         if last.is_alive():
             _log.warning("cells were not all brought back to serving in %.0f s: %s", seconds, self.states())
 

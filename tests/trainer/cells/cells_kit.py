@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +33,7 @@ from gyre_sdk.trainer.processes import Child, ChildSpec
 from gyre_sdk.trainer.publish import Publisher
 from gyre_sdk.trainer.transports import Replica
 from gyre_sdk.trainer.transports.file import FileTransport
-from gyre_sdk.trainer.weights import PolicyFiles, WeightFolder
+from gyre_sdk.trainer.weights import PolicyFiles, WeightFolder, full_weights
 
 WORKER = """
 import sys, time
@@ -273,7 +275,9 @@ class Forced:
 class Fleet:
     """Real engines with toy workers, started by the local launcher, and a real `gyre serve` in front of them."""
 
-    def __init__(self, folder: Path, model: Path, count: int, replica: Callable[[int, Path], ChildSpec] | None) -> None:
+    def __init__(
+        self, folder: Path, model: Path, count: int, replica: Callable[[Fleet, int], ChildSpec] | None
+    ) -> None:
         self.model = model
         self.store = folder / "store.db"
         self.events: list[Event] = []
@@ -292,7 +296,7 @@ class Fleet:
         self.launched: list[Launched] = []
         for number in range(count):
             name = f"cell-{number}"
-            spec = replica(number, folder) if replica is not None else self._embedded(name, folder)
+            spec = replica(self, number) if replica is not None else self._embedded(name, folder)
             worker = ChildSpec(
                 f"{name}-worker", lambda port: ["toy_worker"], "toy-worker ready on", folder / f"{name}-worker.log"
             )
@@ -375,7 +379,7 @@ class Fleet:
 
 @contextmanager
 def fleet(
-    folder: Path, model: Path, count: int, replica: Callable[[int, Path], ChildSpec] | None = None
+    folder: Path, model: Path, count: int, replica: Callable[[Fleet, int], ChildSpec] | None = None
 ) -> Iterator[Fleet]:
     """Run a fleet."""
     with pytest.MonkeyPatch.context() as patch:
@@ -417,3 +421,29 @@ def converse_all(
     """Be many agents at a time."""
     with ThreadPoolExecutor(runs) as pool:
         return list(pool.map(lambda run: converse(service, run, calls, tokens, before), range(runs)))
+
+
+def weights(served: Fleet) -> dict[str, Any]:
+    """Return the policy's weights as the trainer would publish them."""
+    from transformers import AutoModelForCausalLM
+
+    return dict(full_weights(AutoModelForCausalLM.from_pretrained(served.model)))
+
+
+def check_calls(store: Path, runs: list[str], calls: int, tokens: int, versions: set[int]) -> int:
+    """Every call is whole: each token once, under a version that was published. Return how often calls moved."""
+    moved = 0
+    with Journal(store, "r") as journal:
+        for run in runs:
+            found = list(journal.calls(run))
+            assert len(found) == calls
+            for call in found:
+                assert len(call.sampled_ids) == len(call.logprobs) == tokens
+                assert [span.start for span in call.versions] == [0, *(span.end for span in call.versions[:-1])]
+                assert call.versions[-1].end == tokens and {span.version for span in call.versions} <= versions
+                attempts = journal.attempts(call.call)
+                assert [item.tokens_from for item in attempts[1:]] == [item.tokens_to for item in attempts[:-1]]
+                moved += len(attempts) - 1
+    checked = subprocess.run([sys.executable, "-m", "gyre_sdk.cli", "fsck", str(store)], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    return moved

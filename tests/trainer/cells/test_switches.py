@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from cells_kit import Fleet, Forced, Hand, converse_all, counted, fleet, moves, until
+from cells_kit import Fleet, Forced, Hand, check_calls, converse_all, counted, fleet, moves, until, weights
 from training_kit import make_model
 
 from gyre_sdk.events import CellMoved, ProcessRestarted, SwitchMeasured
-from gyre_sdk.journal import Journal
 from gyre_sdk.trainer.transports import Replica
-from gyre_sdk.trainer.weights import full_weights
 
 RUNS, CALLS, TOKENS = 6, 10, 16
 SWITCHES = 8
@@ -30,31 +25,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     make_model(folder / "model", initializer_range=0.2)
     with fleet(folder, folder / "model", 3) as found:
         yield found
-
-
-def weights(served: Fleet) -> dict[str, object]:
-    from transformers import AutoModelForCausalLM
-
-    return dict(full_weights(AutoModelForCausalLM.from_pretrained(served.model)))
-
-
-def check_calls(store: Path, runs: list[str], calls: int, tokens: int, versions: set[int]) -> int:
-    """Every call is whole: each token once, under a version that was published. Return how often calls moved."""
-    moved = 0
-    with Journal(store, "r") as journal:
-        for run in runs:
-            found = list(journal.calls(run))
-            assert len(found) == calls
-            for call in found:
-                assert len(call.sampled_ids) == len(call.logprobs) == tokens
-                assert [span.start for span in call.versions] == [0, *(span.end for span in call.versions[:-1])]
-                assert call.versions[-1].end == tokens and {span.version for span in call.versions} <= versions
-                attempts = journal.attempts(call.call)
-                assert [item.tokens_from for item in attempts[1:]] == [item.tokens_to for item in attempts[:-1]]
-                moved += len(attempts) - 1
-    checked = subprocess.run([sys.executable, "-m", "gyre_sdk.cli", "fsck", str(store)], capture_output=True, text=True)
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-    return moved
 
 
 def test_agents_do_not_notice_switches(served: Fleet) -> None:
