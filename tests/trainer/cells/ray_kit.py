@@ -32,15 +32,16 @@ server.serve_forever()
 
 @contextmanager
 def cluster(nodes: int) -> Iterator[Any]:
-    """A cluster of nodes with one `slot` each, and GPUs in name."""
+    """A cluster of nodes with an address and one `slot` each, and GPUs in name."""
     before, mark = dict(os.environ), f"GYRE_TEST_CLUSTER_{os.getpid()}"
     os.environ.update(QUIET | {mark: "1"})
     from ray.cluster_utils import Cluster
 
     made = Cluster()
     try:
-        for _ in range(nodes):
+        for number in range(nodes):
             made.add_node(
+                **({"node_ip_address": f"127.0.0.{10 + number}"} if number else {}),
                 num_cpus=1,
                 num_gpus=8,
                 resources={"slot": 1},

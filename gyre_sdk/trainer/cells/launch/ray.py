@@ -355,7 +355,7 @@ def _silence() -> Iterator[None]:
     """Log what nodes report instead of printing it. Ray has no setting for that, and stdout is for the trainer's report."""
     from ray._private import worker
 
-    def note(data: Mapping[str, Any], **_: Any) -> None:
+    def note(data: Mapping[str, Any], *_: Any, **__: Any) -> None:
         for line in data["lines"]:
             _log.info("Ray: %s", line.partition("\n")[0])
 
