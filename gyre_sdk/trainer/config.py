@@ -13,6 +13,7 @@ import msgspec
 
 from gyre_sdk import settings
 from gyre_sdk.errors import SettingsError
+from gyre_sdk.trainer.cells.settings import CellsConfig
 
 ENVIRONMENT_PREFIX = "GYRE_TRAIN"
 
@@ -319,10 +320,22 @@ class TrainerConfig(msgspec.Struct, frozen=True):
     train: TrainConfig = TrainConfig()
     engine: EngineConfig = EngineConfig()
     proxy: ProxyConfig = ProxyConfig()
+    cells: CellsConfig | None = None
+    """None: one engine serves all the time, while the trainer trains."""
 
     def __post_init__(self) -> None:
+        if self.cells is not None:
+            self._check_cells()
         if self.engine.transport == "lora" and self.policy.lora is None:
             raise ValueError("engine.transport = 'lora' publishes adapters: set policy.lora, or transport = 'file'")
+
+    def _check_cells(self) -> None:
+        if self.engine.url is not None:
+            raise ValueError("cells start their own replicas: leave engine.url out, or [cells]")
+        if not self.engine.publish:
+            raise ValueError("cells train: set engine.publish = true, or leave [cells] out")
+        if self.train.fsdp:
+            raise ValueError("train.fsdp spreads one cell over processes, and a cell is one process: leave [cells] out")
 
 
 def load_config(path: Path | str, overrides: list[str] | dict[str, Any] | None = None) -> TrainerConfig:
@@ -338,3 +351,13 @@ def load_config(path: Path | str, overrides: list[str] | dict[str, Any] | None =
             " give a Hugging Face model folder"
         )
     return config
+
+
+def save_config(config: TrainerConfig, path: Path) -> None:
+    """Write the settings for another process of this training: paths whole, overrides applied."""
+    path.write_bytes(msgspec.json.encode(config, enc_hook=str))
+
+
+def read_config(path: Path) -> TrainerConfig:
+    """Read what `save_config` wrote."""
+    return msgspec.json.decode(path.read_bytes(), type=TrainerConfig, dec_hook=lambda kind, value: kind(value))

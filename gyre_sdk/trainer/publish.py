@@ -157,7 +157,7 @@ class Publisher:
         fresh = self._transport.write(version, weights)
         written = time.monotonic()
         with self._table:
-            self.current = fresh  # from here on a replica that is started again starts with these weights
+            self.current = fresh  # from here on a replica that is started again is brought to these weights
             urls = self._urls()
         phases = self._bring_all(fresh, urls)
         brought = time.monotonic()

@@ -17,7 +17,8 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gyre_sdk import events
@@ -68,6 +69,27 @@ class Plan:
         random.Random(f"{self.seed}:{around}").shuffle(order)
         return order[place]
 
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What is under way: counters of this process's runs, and times of a few of them."""
+
+    dispatched: int
+    """Runs handed out."""
+    started: int
+    """Runs that got a worker."""
+    finished: int
+    """Runs that ended."""
+    ages: Mapping[tuple[str, int], float]
+    """Group and member of the runs under way -> seconds that they have taken so far."""
+    durations: tuple[float, ...]
+    """Seconds that the last runs to end took."""
+    open: Mapping[str, int]
+    """Group in flight -> members that have not ended."""
+
+
+_REMEMBERED = 256
+"""Durations that are kept."""
 
 RunOnce = Callable[[Task, str, int], None]
 """Task, group, member -> one session, from its record to its end. Raises what the agent raised, recorded already."""
@@ -133,6 +155,11 @@ class Rollouts:
         self._open: dict[str, int] = {}
         """Group in flight -> members that have not ended."""
         self._limit = 0
+        self._dispatched = 0
+        self._finished = 0
+        self._began: dict[tuple[str, int], float] = {}
+        """Members under way, and when they began."""
+        self._durations: deque[float] = deque(maxlen=_REMEMBERED)
         self._stopping = False
         self._check = check
 
@@ -185,6 +212,19 @@ class Rollouts:
             assert closed is not None
             yield closed
 
+    def flow(self) -> Flow:
+        """Return what is under way now."""
+        now = time.monotonic()
+        with self._changed:
+            return Flow(
+                dispatched=self._dispatched,
+                started=self._finished + len(self._began),
+                finished=self._finished,
+                ages={member: now - began for member, began in self._began.items()},
+                durations=tuple(self._durations),
+                open=dict(self._open),
+            )
+
     def stop(self, seconds: float) -> bool:
         """Start nothing more; wait for the runs in flight, for at most `seconds`. True when all ended."""
         with self._changed:
@@ -206,15 +246,32 @@ class Rollouts:
         have = {run.member for run in usable_runs(self._journal.runs(group=group))}
         missing = [member for member in range(planned.members) if member not in have]
         self._open[group] = len(missing)
+        self._dispatched += len(missing)
         for member in missing:
             self._workers.submit(lambda member=member: self._member(task, group, member))  # type: ignore[misc]
         if not missing:
             self._close(group)
 
     def _member(self, task: Task, group: str, member: int) -> None:
+        if self._stopping:
+            return
+        with self._changed:
+            self._began[group, member] = time.monotonic()
+        ended = self._attempt(task, group, member)
+        with self._changed:
+            self._durations.append(time.monotonic() - self._began.pop((group, member)))
+            self._finished += 1
+            if not ended:
+                return
+            self._open[group] -= 1
+            if self._open[group] == 0:
+                self._close(group)
+
+    def _attempt(self, task: Task, group: str, member: int) -> bool:
+        """Run a member once, again where the service was away before it was recorded; False: it was told to stop."""
         for attempt in range(_SERVICE_RETRIES):
             if self._stopping:
-                return
+                return False
             try:
                 self._run_once(task, group, member)
             except ServiceError as error:
@@ -228,10 +285,7 @@ class Rollouts:
             except Exception as error:  # boundary: the user's agent; the session has recorded it
                 _log.info("run %d of %s: %s: %s", member, group, type(error).__name__, error)
             break
-        with self._changed:
-            self._open[group] -= 1
-            if self._open[group] == 0:
-                self._close(group)
+        return True
 
     def _unrecorded(self, group: str, member: int) -> bool:
         return all(run.member != member for run in self._journal.runs(group=group))

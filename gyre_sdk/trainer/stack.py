@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import importlib
-import json
 import logging
 import secrets
 import sys
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 from gyre_sdk.errors import SettingsError, TrainerError
 from gyre_sdk.harness.hooks import Fanout, unobserved
@@ -30,8 +29,11 @@ from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace import WorkspacePool
 from gyre_sdk.journal import Journal
 from gyre_sdk.records import RunResult
+from gyre_sdk.trainer.cellfeed import CellRecorder
+from gyre_sdk.trainer.cells.launch import CellSpec, Launched, make_launcher
 from gyre_sdk.trainer.checkpoints import whole
-from gyre_sdk.trainer.config import TrainerConfig
+from gyre_sdk.trainer.children import cell_name, proxy_spec, replica_spec, worker_spec, write_key
+from gyre_sdk.trainer.config import TrainerConfig, save_config
 from gyre_sdk.trainer.engines import vllm
 from gyre_sdk.trainer.feed import CallFeed
 from gyre_sdk.trainer.ledger import Ledger, Recovery, VersionPublished, recover
@@ -41,6 +43,9 @@ from gyre_sdk.trainer.rollouts import cancel_orphans
 from gyre_sdk.trainer.tasks import load_agent, load_tasks
 from gyre_sdk.trainer.transports import Transport, choose, make
 from gyre_sdk.trainer.weights import PolicyFiles, WeightFolder
+
+if TYPE_CHECKING:
+    from gyre_sdk.trainer.sharing.core import Core
 
 _log = logging.getLogger("gyre.trainer")
 _SWITCH_INTERVAL = 0.0005
@@ -66,7 +71,10 @@ class Stack:
         self.base = (base or Path.cwd()).resolve()
         self.checkpoints = config.output.dir / "checkpoints"
         self._cleanup = ExitStack()
-        self._children: list[Child] = []
+        self._children: list[Child | Launched] = []
+        self.core: Core | None = None
+        self.cells: list[Launched] = []
+        self.on_moved: Callable[[str, str], None] = lambda old, new: self.publisher.returned(new)
         self._model: Any = None
 
     def __enter__(self) -> Self:
@@ -93,6 +101,8 @@ class Stack:
     pool: WorkspacePool
     tasks: list[Task]
     agent: Callable[..., Any]
+    replicas: list[str]
+    """Where they listen; of cells, in their order."""
 
     def check(self) -> None:
         """Raise when a process was given up.
@@ -104,8 +114,8 @@ class Stack:
             child.check()
 
     def pids(self) -> dict[str, int]:
-        """Return the process ids of engine and proxy."""
-        return {child.spec.name: child.pid for child in self._children}
+        """Return the process ids of proxy, replicas and workers, by name."""
+        return {name: pid for child in self._children for name, pid in child.pids().items()}
 
     def model(self) -> Any:
         """Return the policy as it was taken up, to train it."""
@@ -155,6 +165,10 @@ class Stack:
         config.output.dir.mkdir(parents=True, exist_ok=True)
         self._lock(config.output.dir / "lock")
         self.journal = self._cleanup.enter_context(Journal(config.store.path))
+        if config.cells is not None:
+            self.observer = recorder = CellRecorder(self.journal, self.observer)
+            recorder.start()
+            self._cleanup.callback(recorder.stop)
         orphans = cancel_orphans(self.journal)
         if orphans:
             _log.info("%d runs of an earlier process are ended as cancelled", orphans)
@@ -175,14 +189,15 @@ class Stack:
             patience=vllm.PATIENCE if config.engine.kind == "vllm" and config.engine.url is None else PATIENCE,
         )
         self._cleanup.callback(self.publisher.close)
-        engine = self._child(self._engine(transport.name)) if config.engine.url is None else None
-        key = secrets.token_urlsafe(32)
-        proxy = self._child(self._proxy(key))
+        key_file = config.output.dir / "service.key"
+        key = write_key(key_file)
+        started = self._replicas(transport.name)
+        proxy = self._child(proxy_spec(config, key_file, lambda url: self.publisher.route()))
         if config.engine.publish:
             importlib.import_module("gyre_sdk.trainer.trainer")  # loads torch and trl while the processes start
-        replica = engine.wait() if engine is not None else str(config.engine.url)
+        self.replicas = [one.wait() for one in started] or [str(config.engine.url)]
         self.service = self._cleanup.enter_context(ServiceClient(proxy.wait(), key))
-        self.publisher.connect([replica], self.service, watch=engine is None and config.engine.publish)
+        self.publisher.connect(self.replicas, self.service, watch=not started and config.engine.publish)
         if config.engine.publish:
             self.publisher.start()
         else:
@@ -210,6 +225,24 @@ class Stack:
             return transport.write(version, transport.collect(self.model()))
         return PolicyFiles(version, self.config.policy.model, "")
 
+    def _replicas(self, transport: str) -> list[Child] | list[Launched]:
+        """Begin what serves: cells, or one engine; nothing where one was given."""
+        if self.config.cells is not None:
+            launcher = make_launcher(self.config.cells, self.observer)
+            self._cleanup.callback(launcher.close)
+            self.cells = [launcher.launch(spec, self._moved) for spec in self._cells(transport, launcher.host)]
+            self._children += self.cells
+            return self.cells
+        if self.config.engine.url is not None:
+            return []
+        return [self._child(replica_spec(self.config, self.publisher, transport, port=self.config.engine.port))]
+
+    def _moved(self, old: str, new: str) -> None:
+        """Forget a replica that came back elsewhere, and bring it where it is."""
+        self.replicas = [new if url == old else url for url in self.replicas]
+        self.publisher.forget(old)
+        self.on_moved(old, new)
+
     def _child(self, spec: ChildSpec) -> Child:
         child = Child(spec, self.observer)
         self._children.append(child)
@@ -217,69 +250,35 @@ class Stack:
         child.begin()
         return child
 
-    def _engine(self, transport: str) -> ChildSpec:
-        config = self.config.engine
-        hooks: dict[str, Any] = {}
-        if config.publish:
-            hooks = {"on_ready": self.publisher.returned, "on_death": self.publisher.lost}
-        log = self.config.output.dir / "logs" / "engine.log"
-        if config.kind == "vllm":
-            lora = self.config.policy.lora
-            return ChildSpec(
-                "engine",
-                lambda port: vllm.command(
-                    config, self.publisher.current, port, transport=transport, rank=lora.r if lora else 0
-                ),
-                "/health",
-                log,
-                config.port,
-                python=config.python,
-                environment=vllm.ENVIRONMENT,
-                patience=vllm.PATIENCE,
-                **hooks,
+    def _cells(self, transport: str, host: str) -> list[CellSpec]:
+        """Return what the cells are made of: the core's worker is this process, and they reach it at `host`."""
+        from gyre_sdk.trainer.sharing.core import Core
+
+        config, cells = self.config, self.config.cells
+        assert cells is not None
+        saved, key_file = config.output.dir / "settings.json", config.output.dir / "cells.key"
+        save_config(config, saved)
+        key = write_key(key_file)
+        self.core = self._cleanup.enter_context(
+            Core(
+                key=key.encode(),
+                host=host,
+                lease_s=cells.lease_s,
+                link=cells.link,
+                folder=config.output.dir / "shared",
+                observer=self.observer,
             )
-
-        def command(port: int) -> list[str]:
-            files = self.publisher.current
-            arguments = [
-                "gyre_sdk.trainer.engines.embedded",
-                "--model",
-                str(files.folder),
-                "--version",
-                str(files.version),
-            ]
-            arguments += ["--port", str(port), "--max-batch", str(config.max_batch), "--served-model-name", "policy"]
-            arguments += ["--threads", str(config.threads)] if config.threads else []
-            arguments += ["--request-log", str(config.request_log)] if config.request_log else []
-            return [*arguments, *config.options]
-
-        return ChildSpec("engine", command, "gyre-engine ready on", log, port=config.port, **hooks)
-
-    def _proxy(self, key: str) -> ChildSpec:
-        config = self.config
-        key_file = config.output.dir / "service.key"
-        key_file.touch(mode=0o600)
-        key_file.write_text(key)
-
-        def command(port: int) -> list[str]:
-            arguments = [
-                "gyre_sdk.cli",
-                "serve",
-                "--store",
-                str(config.store.path),
-                "--model",
-                str(config.policy.model),
-            ]
-            arguments += ["--port", str(port), "--service-key-file", str(key_file)]
-            arguments += ["--sampling", config.proxy.sampling]
-            if config.proxy.renderer != "auto":
-                arguments += ["--renderer", config.proxy.renderer]
-            for name, value in config.proxy.renderer_options.items():
-                arguments += ["--renderer-option", f"{name}={json.dumps(value)}"]
-            return [*arguments, *config.proxy.options]
-
-        log = config.output.dir / "logs" / "proxy.log"
-        return ChildSpec("proxy", command, "ready", log, config.proxy.port, on_ready=lambda url: self.publisher.route())
+        )
+        address = self.core.address
+        return [
+            CellSpec(
+                cell,
+                replica_spec(config, self.publisher, transport, name=f"{cell}-replica"),
+                worker_spec(config, saved, address, key_file, cell) if number else None,
+                cells.resources or None,
+            )
+            for number, cell in enumerate(map(cell_name, range(cells.count)))
+        ]
 
 
 def _identity(folder: Path) -> str:

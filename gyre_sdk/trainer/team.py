@@ -99,6 +99,10 @@ class Burst:
         """True at the last step of a burst."""
         return report.step % self._every == 0 or report.step == self._steps
 
+    def left(self, step: int) -> int:
+        """Return how many steps of the burst follow a step."""
+        return min(-step % self._every, self._steps - step)
+
     def publishes(self, report: StepReport) -> bool:
         """Take in a step; true when the weights go out after it."""
         self.changed = self.changed or not report.skipped

@@ -11,8 +11,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -39,6 +41,9 @@ from gyre_sdk.trainer.stack import Stack
 from gyre_sdk.trainer.team import Burst, Start, reference_of
 from gyre_sdk.trainer.trainer import StepReport, make_trainer
 from gyre_sdk.trainer.units import Sealer, Unit
+
+if TYPE_CHECKING:
+    from gyre_sdk.trainer.crew import Crew
 
 _UNTRAINED = "untrained/"
 _STOP_SECONDS = 5.0
@@ -172,8 +177,16 @@ class _Training:
         )
         self._sealer = make_sealer(config.train, stack.base)
         self._step = _Step()
+        self._taken: list[str] = []
+        """Groups of the step whose batch is open."""
+        self._crew = self._make_crew() if stack.core is not None else None
         self._burst = Burst(config.rollout.publish_every, config.train.steps)
         self._hopeless = 0
+
+    def _make_crew(self) -> Crew:
+        from gyre_sdk.trainer.crew import Crew
+
+        return Crew(self._stack, self._rollouts, self._awaited)
 
     def run(self) -> TrainReport:
         """Train, and report."""
@@ -197,11 +210,13 @@ class _Training:
                 on_step=self._on_step,
                 on_saved=self._on_saved,
                 ranks=self._ranks,
+                core=stack.core,
             )
             stack.observer(events.PhaseStarted(time.time(), "train", steps - recovery.step))
             try:
                 self._rollouts.start(recovery.step, recovery.unfinished)
-                trainer.train(resume_from_checkpoint=checkpoint)
+                with self._crew or nullcontext():
+                    trainer.train(resume_from_checkpoint=checkpoint)
             finally:
                 self._rollouts.stop(_STOP_SECONDS)
         return report(self._ledger.state, recovery.step, stack.publisher.current.version, time.monotonic() - began)
@@ -211,7 +226,7 @@ class _Training:
     def _batch(self, step: int) -> Iterator[Unit]:
         """Yield the units of a step as its groups close."""
         self._step = current = _Step()
-        groups = self._rollouts.take()
+        self._taken = groups = self._rollouts.take()
         self._ledger.add(StepStarted(step, groups, self._sealer.settings), at=time.time())
         versions = self._ledger.state.versions
 
@@ -225,10 +240,18 @@ class _Training:
             current.groups.append(closed)
             sealed = self._sealer.seal(self._stack.journal, closed.group, closed.runs, lag=lag)
             current.untrained.update(sealed.dropped)
+            if self._crew is not None:
+                self._crew.sealed(sealed, len(closed.runs))
             for unit in sealed.units:
                 self._ledger.add(UnitSealed(unit.id, unit.group, unit.runs, unit.tokens), at=time.time())
                 yield unit
             asked = time.monotonic()
+
+    def _awaited(self) -> list[str]:
+        """Return the groups of the open burst that training waits for: those of its open step and of its later ones."""
+        later = self._burst.left(max(self._ledger.state.steps, default=0))
+        unused = self._ledger.state.unused()[: later * self._config.rollout.groups_per_step]
+        return [*self._taken, *unused]
 
     def _version(self) -> int:
         """Return the number of the weights in training: the one being served, or the next where steps lie between."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
 
 from gyre_sdk.errors import SettingsError
-from gyre_sdk.trainer.config import TrainerConfig, load_config
+from gyre_sdk.trainer.config import TrainerConfig, load_config, read_config, save_config
 from gyre_sdk.trainer.transports import choose
 
 MINIMAL = """
@@ -95,5 +97,26 @@ def test_the_guide_names_every_key() -> None:
     guide = (Path(__file__).parent.parent.parent / "docs" / "guide.md").read_text()
     for section in msgspec.structs.fields(TrainerConfig):
         assert f"### [{section.name}]" in guide
-        for key in msgspec.structs.fields(section.type):
+        kind = next(one for one in (*get_args(section.type), section.type) if one is not type(None))
+        for key in msgspec.structs.fields(kind):
             assert f"| `{key.name}` |" in guide, f"{section.name}.{key.name}"
+
+
+def test_cells(tmp_path: Path) -> None:
+    """What cells need of the rest; and the settings as another process reads them."""
+    path = write(tmp_path)
+    assert load_config(path).cells is None
+    config = load_config(path, ["cells.count=3", "cells.standing=1", "cells.policy=async"])
+    assert config.cells is not None and config.cells.standing == 1
+    save_config(config, tmp_path / "saved.json")
+    assert read_config(tmp_path / "saved.json") == config
+    for pairs, said in (
+        (["cells.count=2", "cells.policy=async"], "cells.standing = 0 must lie between 0 and"),
+        (["cells.count=2", "cells.standing=2"], "cells.standing = 2 leaves none of 2 cells to serve"),
+        (["cells.count=2", "cells.ray_address=auto"], "belong to cells.launcher = 'ray'"),
+        (["cells.count=2", "train.fsdp=true"], "a cell is one process"),
+        (["cells.count=2", "engine.kind=vllm", "engine.url=http://127.0.0.1:1"], "leave engine.url out"),
+        (["cells.count=2", "engine.publish=false"], "engine.publish = true"),
+    ):
+        with pytest.raises(SettingsError, match=re.escape(said)):
+            load_config(path, pairs)

@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from gyre_sdk.harness.ports import Observer
+from gyre_sdk.trainer.cells.settings import CellsConfig
 from gyre_sdk.trainer.processes import ChildSpec
 
-__all__ = ["CellSpec", "Launched", "Launcher"]
+__all__ = ["CellSpec", "Launched", "Launcher", "make_launcher"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,9 @@ class Launched(Protocol):
 class Launcher(Protocol):
     """Starts cells."""
 
+    host: str
+    """Address of this machine at which cells reach the trainer."""
+
     def launch(self, spec: CellSpec, moved: Callable[[str, str], None] = lambda old, new: None) -> Launched:
         """Begin a cell; do not wait for it.
 
@@ -64,3 +69,18 @@ class Launcher(Protocol):
 
     def close(self) -> None:
         """End all cells and what the launcher itself started. Idempotent."""
+
+
+def make_launcher(settings: CellsConfig, observer: Observer) -> Launcher:
+    """Return what starts cells under these settings.
+
+    Raises:
+        SettingsError: Ray is wanted and not installed, or its cluster cannot be reached.
+    """
+    if settings.launcher == "ray":
+        from gyre_sdk.trainer.cells.launch.ray import RayLauncher
+
+        return RayLauncher(settings.ray_address, observer=observer)
+    from gyre_sdk.trainer.cells.launch.local import LocalLauncher
+
+    return LocalLauncher(observer)

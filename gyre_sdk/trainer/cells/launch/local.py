@@ -15,6 +15,8 @@ __all__ = ["LocalLauncher"]
 class LocalLauncher:
     """Starts cells beside this process; they end with it, however it ends. Their replicas keep their address."""
 
+    host = "127.0.0.1"
+
     def __init__(self, observer: Observer) -> None:
         """`observer` learns of processes that were started again."""
         self._observer = observer

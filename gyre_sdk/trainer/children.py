@@ -1,0 +1,116 @@
+"""How the processes of a training are started: the proxy, each cell's replica, each satellite's worker."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from gyre_sdk.trainer.config import TrainerConfig
+from gyre_sdk.trainer.engines import vllm
+from gyre_sdk.trainer.processes import ChildSpec
+from gyre_sdk.trainer.publish import Publisher
+from gyre_sdk.trainer.weights import PolicyFiles
+
+Called = Callable[[str], None]
+
+
+def cell_name(number: int) -> str:
+    """Return what a cell is called; number 0 is the core."""
+    return f"cell-{number}"
+
+
+def replica_spec(
+    config: TrainerConfig, publisher: Publisher, transport: str, *, name: str = "engine", port: int = 0
+) -> ChildSpec:
+    """Return how a replica is started.
+
+    It starts from the policy's own folder, which is always there, and is brought to the current version before calls go
+    to it; where nothing is published, from what is served.
+
+    Args:
+        transport: how weights will reach it.
+        name: of the process, and of its log file.
+    """
+    engine = config.engine
+    log = config.output.dir / "logs" / f"{name}.log"
+    base = PolicyFiles(0, config.policy.model, "")
+
+    def files() -> PolicyFiles:
+        return base if engine.publish else publisher.current
+
+    lost: Called = publisher.lost if engine.publish else _nothing
+    returned: Called = publisher.returned if engine.publish else _nothing
+    if engine.kind == "vllm":
+        lora = config.policy.lora
+        return ChildSpec(
+            name,
+            lambda port: vllm.command(engine, files(), port, transport=transport, rank=lora.r if lora else 0),
+            "/health",
+            log,
+            port,
+            python=engine.python,
+            environment=vllm.ENVIRONMENT,
+            patience=vllm.PATIENCE,
+            on_ready=returned,
+            on_death=lost,
+        )
+    requests = engine.request_log
+    if requests is not None and name != "engine":
+        requests = requests.with_name(f"{requests.stem}-{name}{requests.suffix}")
+
+    def command(port: int) -> list[str]:
+        start = files()
+        arguments = ["gyre_sdk.trainer.engines.embedded", "--model", str(start.folder)]
+        arguments += ["--version", str(start.version), "--port", str(port)]
+        arguments += ["--max-batch", str(engine.max_batch), "--served-model-name", "policy"]
+        arguments += ["--threads", str(engine.threads)] if engine.threads else []
+        arguments += ["--request-log", str(requests)] if requests else []
+        return [*arguments, *engine.options]
+
+    return ChildSpec(name, command, "gyre-engine ready on", log, port=port, on_ready=returned, on_death=lost)
+
+
+def proxy_spec(config: TrainerConfig, key_file: Path, on_ready: Called) -> ChildSpec:
+    """Return how the proxy is started."""
+
+    def command(port: int) -> list[str]:
+        arguments = ["gyre_sdk.cli", "serve", "--store", str(config.store.path), "--model", str(config.policy.model)]
+        arguments += ["--port", str(port), "--service-key-file", str(key_file)]
+        arguments += ["--sampling", config.proxy.sampling]
+        if config.proxy.renderer != "auto":
+            arguments += ["--renderer", config.proxy.renderer]
+        for name, value in config.proxy.renderer_options.items():
+            arguments += ["--renderer-option", f"{name}={json.dumps(value)}"]
+        return [*arguments, *config.proxy.options]
+
+    log = config.output.dir / "logs" / "proxy.log"
+    return ChildSpec("proxy", command, "ready", log, config.proxy.port, on_ready=on_ready)
+
+
+def worker_spec(config: TrainerConfig, saved: Path, core: tuple[str, int], key_file: Path, cell: str) -> ChildSpec:
+    """Return how a satellite's training worker is started.
+
+    Args:
+        saved: the settings, as `save_config` wrote them.
+        core: where the core listens.
+    """
+    host, port = core
+    arguments = ["gyre_sdk.trainer.sharing.worker", "--config", str(saved), "--core", f"{host}:{port}"]
+    arguments += ["--key-file", str(key_file), "--cell", cell]
+    log = config.output.dir / "logs" / f"{cell}-worker.log"
+    return ChildSpec(f"{cell}-worker", lambda port: arguments, "gyre-worker ready on", log)
+
+
+def write_key(path: Path) -> str:
+    """Draw a key, and leave it in a file that only this user can read; return it."""
+    key = secrets.token_urlsafe(32)
+    path.touch(mode=0o600)
+    path.chmod(0o600)
+    path.write_text(key)
+    return key
+
+
+def _nothing(url: str) -> None:
+    return None

@@ -1,0 +1,77 @@
+"""The cells of a training at work: what the manager needs to know of runs and batches, and its beginning and end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from gyre_sdk.trainer.cells.baselines import decision_of
+from gyre_sdk.trainer.cells.capacity import Counters
+from gyre_sdk.trainer.cells.manager import Cell, Manager
+from gyre_sdk.trainer.cells.switch import parking_of
+from gyre_sdk.trainer.children import cell_name
+from gyre_sdk.trainer.rollouts import Rollouts
+from gyre_sdk.trainer.stack import Stack
+from gyre_sdk.trainer.transports import choose
+from gyre_sdk.trainer.units import SealedGroup
+
+
+class Crew:
+    """Context manager: inside it cells go over as the plan says; at its end all serve again.
+
+    Args:
+        awaited: gives the groups that the open burst of steps waits for.
+    """
+
+    def __init__(self, stack: Stack, rollouts: Rollouts, awaited: Callable[[], Sequence[str]]) -> None:
+        settings = stack.config.cells
+        assert settings is not None and stack.core is not None
+        self._rollouts = rollouts
+        self._awaited = awaited
+        self._tokens = 0
+        self._runs = 0
+        decide, policy = decision_of(settings)
+        parking = parking_of(stack.config.engine.options, choose(stack.config))
+        self.manager = Manager(
+            [
+                Cell(cell_name(number), url, parking, launched)
+                for number, (url, launched) in enumerate(zip(stack.replicas, stack.cells, strict=True))
+            ],
+            training=stack.core,
+            publisher=stack.publisher,
+            counters=self.counters,
+            policy=policy,
+            decide=decide,
+            drain_s=settings.drain_s,
+            runs_per_cell=settings.runs_per_cell or -(-stack.config.rollout.concurrency // settings.count),
+            observer=stack.observer,
+        )
+        stack.on_moved = self.manager.moved
+
+    def __enter__(self) -> Self:
+        self.manager.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.manager.stop()
+
+    def sealed(self, group: SealedGroup, runs: int) -> None:
+        """Count what a group's runs gave to training."""
+        self._tokens += sum(unit.tokens for unit in group.units)
+        self._runs += runs
+
+    def counters(self) -> Counters:
+        """Return what the manager's observation is made of."""
+        flow, awaited = self._rollouts.flow(), set(self._awaited())
+        return Counters(
+            dispatched=flow.dispatched,
+            started=flow.started,
+            finished=flow.finished,
+            live_ages=[age for (group, _), age in flow.ages.items() if group in awaited],
+            durations=list(flow.durations),
+            awaited_runs=sum(members for group, members in flow.open.items() if group in awaited),
+            mean_tokens_per_run=self._tokens / self._runs if self._runs else 0.0,
+        )

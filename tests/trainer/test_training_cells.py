@@ -1,0 +1,120 @@
+"""A whole training on cells with real processes: they serve, train and go over; and it takes up after any of them was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_training import check_store, items, wait_for
+from training_kit import CONFIG, finish, make_training, start
+
+from gyre_sdk import events
+from gyre_sdk.trainer.config import load_config
+from gyre_sdk.trainer.ledger import StepCommitted, fold
+from gyre_sdk.trainer.stack import Stack
+from gyre_sdk.trainer.training import train
+
+CELLS = """
+[cells]
+count = {count}
+hysteresis = 0.0
+drain_s = 0.2
+lease_s = 20.0
+{more}
+"""
+
+
+def prepare(folder: Path, count: int, more: str = "") -> Path:
+    text = CONFIG.replace("[train]\n", "[train]\nunit_tokens = 24\n")
+    return make_training(folder, text + CELLS.format(count=count, more=more))
+
+
+def trained(seen: list[Any], folder: Path) -> Counter[str]:
+    """Units that each cell committed; all of them are those of the ledger's steps."""
+    shares: Counter[str] = Counter()
+    for event in seen:
+        if isinstance(event, events.UnitsCommitted):
+            shares[event.cell] += event.units
+    state = fold(items(folder))
+    assert shares.total() == sum(len(kept.units) for kept in state.steps.values()) > 0
+    return shares
+
+
+def sound(folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gyre_sdk.cli", "fsck", str(folder / "out" / "store.db")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_one_cell_alternates(tmp_path: Path) -> None:
+    """It serves or trains, never both; each way was measured."""
+    seen: list[Any] = []
+    settings = load_config(prepare(tmp_path, 1), ["rollout.staleness=0"])
+    report = train(settings, seen.append, base=tmp_path)
+    assert (report.steps, report.skipped, report.version) == (3, 0, 3)
+    check_store(tmp_path, steps=3)
+    assert set(trained(seen, tmp_path)) == {"cell-0"}
+    ways = Counter(event.to for event in seen if isinstance(event, events.SwitchMeasured))
+    assert ways["training"] >= 3 and ways["serving"] >= 3
+    sound(tmp_path)
+
+
+def test_cells_share_each_batch(tmp_path: Path) -> None:
+    """Two cells train all the time and share every batch; the third serves, and helps when the plan says so."""
+    seen: list[Any] = []
+    settings = load_config(prepare(tmp_path, 3, "standing = 2"))
+    with Stack(settings, seen.append, base=tmp_path) as stack:
+        report = train(settings, stack=stack)
+        names = set(stack.pids())
+        rows = stack.service.status()["replicas"]
+    assert names == {"proxy", "cell-0-replica", "cell-1-replica", "cell-2-replica", "cell-1-worker", "cell-2-worker"}
+    assert (report.steps, report.skipped, report.version) == (3, 0, 3)
+    assert report.metrics["ratio"] == pytest.approx(1.0, abs=0.05)
+    check_store(tmp_path, steps=3)
+    assert {"cell-0", "cell-1"} <= set(trained(seen, tmp_path))
+    assert {(row["version"], row["state"]) for row in rows} == {(3, "serving")} and len(rows) == 3
+    sound(tmp_path)
+
+
+def test_any_process_may_be_killed(tmp_path: Path) -> None:
+    """One after the other, each at another step: it finishes, no version is used again, no unit lost or doubled."""
+    seen: list[Any] = []
+    settings = load_config(prepare(tmp_path, 2, "standing = 1"), ["train.steps=6"])
+    order = ["cell-1-worker", "cell-1-replica", "proxy", "cell-0-replica"]
+    killed: list[str] = []
+
+    def watch(event: Any) -> None:
+        seen.append(event)
+        if isinstance(event, events.StepTaken) and len(killed) < len(order):
+            name = order[len(killed)]
+            killed.append(name)
+            os.kill(stack.pids()[name], signal.SIGKILL)
+
+    with Stack(settings, watch, base=tmp_path) as stack:
+        report = train(settings, stack=stack)
+    assert killed == order
+    assert (report.steps, report.skipped, report.version) == (6, 0, 6)
+    check_store(tmp_path, steps=6)
+    trained(seen, tmp_path)
+    restarted = {event.process for event in seen if isinstance(event, events.ProcessRestarted)}
+    assert restarted >= set(order[:3])
+    sound(tmp_path)
+
+
+def test_the_core_is_killed_and_takes_up(tmp_path: Path) -> None:
+    """With it go the agents of this process; replicas, workers and proxy end with it, and the same command resumes."""
+    config = prepare(tmp_path, 2, "standing = 1")
+    process = start(config)
+    wait_for(tmp_path, lambda found: any(isinstance(item, StepCommitted) for item in found))
+    process.kill()
+    process.communicate()
+    report = finish(start(config))
+    assert report["steps"] == 3
+    check_store(tmp_path, steps=3)
