@@ -48,6 +48,7 @@ class DockerWorkspace(SupervisedWorkspace):
         snapshot: start from what `snapshot` gave, instead of the task's image and files.
         phase: whose workspace it is; the verifier has an image, a user and a network of its own.
         env: variables of every command besides the task's.
+        recyclable: `recycle` may be called.
 
     Raises:
         ImageMissing, WorkspaceError: it cannot be started.
@@ -67,12 +68,14 @@ class DockerWorkspace(SupervisedWorkspace):
         phase: Phase = "agent",
         env: Mapping[str, str] | None = None,
         copying: Copying | None = None,
+        recyclable: bool = False,
     ) -> None:
         require_room(client, "another workspace")
         image = copying.image if copying else fitted(client, phase_image(client, task, snapshot, phase))
         layout = layout_of(client, task, image, phase=phase, read_only=read_only, ttl_s=ttl_s, env=env or {})
         self.task, self.phase, self.run_id, self.image, self.layout = task, phase, run_id, image, layout
         self._again: dict[str, Any] = {"read_only": read_only, "phase": phase, "env": env, "output_limit": output_limit}
+        self._recyclable = recyclable
         self._basis: str | None = None
         self._exposed: dict[int, Exposure] = {}
         self._last = Last()
@@ -126,12 +129,9 @@ class DockerWorkspace(SupervisedWorkspace):
             pass  # the first command meets the same, and tells
 
     def _settings(self) -> dict[str, Any]:
+        cpus, layout = os.cpu_count() or 1, self.layout
         settings = host_settings(
-            self.task,
-            network=self.network.settings,
-            memory=self.layout.memory,
-            read_only=self.layout.read_only,
-            cpus_there=os.cpu_count() or 1,
+            self.task, network=self.network.settings, memory=layout.memory, read_only=layout.read_only, cpus_there=cpus
         )
         if self.task.services:
             services = {service.name: ADDRESS for service in self.task.services}
@@ -195,7 +195,6 @@ class DockerWorkspace(SupervisedWorkspace):
         with self._lock:
             self._alive()
         require_room(self.container.client, f"a snapshot of workspace {self.id}")
-        ttl_s = ttl_s or (KEPT_S if keep else self.container.ttl_s)
         try:
             return take(
                 self.container.client,
@@ -208,7 +207,7 @@ class DockerWorkspace(SupervisedWorkspace):
                     WORKDIR_OWNER: self.layout.owned,
                     ENTRYPOINT_LABEL: json.dumps(self.image.entrypoint),
                 },
-                deadline=time.time() + ttl_s,
+                deadline=time.time() + (ttl_s or (KEPT_S if keep else self.container.ttl_s)),
                 keep=keep,
                 read_only=self.layout.read_only,
             )
@@ -343,8 +342,9 @@ class DockerWorkspace(SupervisedWorkspace):
             shell=shell,
             tools=tools,
             bare=self.plain is not None,
+            again=self._recyclable,
         )
-        return Supervisor(self._attach(argv, user), folder)
+        return Supervisor(self._attach(argv, user), folder, launcher=self._launcher)
 
     def _attach(self, argv: list[str], user: str) -> SocketChannel:
         try:

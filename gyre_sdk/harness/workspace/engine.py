@@ -50,6 +50,7 @@ def connect(url: str | None = None) -> docker.DockerClient:
         client = docker.DockerClient(base_url=url, max_pool_size=POOL_SIZE, timeout=API_TIMEOUT)
         if url.startswith("unix://"):
             client.api.mount("http+docker://", _OnePool(f"http+{url}", API_TIMEOUT, max_pool_size=POOL_SIZE))
+            client.api.trust_env = False  # a socket has no proxy and no password: not looked for with every request
         client.ping()
     except DockerException as error:
         raise WorkspaceError(NO_ENGINE.format(url=url, why=str(error)[:200])) from error

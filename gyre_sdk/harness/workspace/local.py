@@ -138,7 +138,7 @@ class LocalWorkspace(SupervisedWorkspace):
             start_new_session=True,
         )
         try:
-            return Supervisor(ProcessChannel(self._process), folder)
+            return Supervisor(ProcessChannel(self._process), folder, launcher=self._launcher)
         except SupervisorUnfit as error:
             raise WorkspaceError(f"this machine lacks what a local workspace needs:{error}; install it") from error
 

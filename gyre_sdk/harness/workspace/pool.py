@@ -119,7 +119,7 @@ class WorkspacePool:
         self.started += 1
         if not reusable:
             return None, DockerWorkspace(task, self._client, run_id=run_id)
-        started = DockerWorkspace(task, self._client, run_id="pool", read_only=True, ttl_s=self._ttl_s)
+        started = DockerWorkspace(task, self._client, run_id="pool", read_only=True, ttl_s=self._ttl_s, recyclable=True)
         started.run_id = run_id
         return key, started
 
@@ -171,7 +171,9 @@ class WorkspacePool:
         ready: DockerWorkspace | None = None
         try:
             assert self._client is not None
-            ready = DockerWorkspace(task, self._client, run_id="pool", read_only=reusable, ttl_s=self._ttl_s)
+            ready = DockerWorkspace(
+                task, self._client, run_id="pool", read_only=reusable, ttl_s=self._ttl_s, recyclable=reusable
+            )
         except WorkspaceError:
             pass  # a `take` tries again, and tells
         finally:

@@ -1,7 +1,8 @@
 """The supervisor that runs inside a workspace: POSIX shell, so that an image needs nothing else.
 
-Protocol. The first line on its standard input is a nonce that nothing else inside gets to know. Then come requests, each a
-line and that many lines of shell code::
+Protocol. Its own code comes on its standard input, so that no process list shows it, and begins with a nonce that nothing else
+inside gets to know. A shell may read further ahead than its code: only once it said `ready` come requests, each a line and that
+many lines of shell code::
 
     R <id> <lines> 0        run the code in a subshell of its own (it calls `launch`); answers are events
     S <id> <lines> 0        run the code in the main loop; its output is the answer, ended by `\n=<nonce> <id> <status>`
@@ -29,25 +30,20 @@ first chunks and the last ones are kept. A background child that still holds a p
 away, so that it is neither blocked nor killed by a closed pipe. The files of a command have the name of a slot, which the
 controller uses again once all of that command has ended: short outputs need no removal.
 
-Where the controller has brought a launcher (launcher.c), that does all this in one process. Its events carry a mark of the
-command instead of the nonce, which nothing that can be looked into ever holds.
+Where the controller has brought a launcher (launcher.c), as a format of `printf`, that does all this in one process. Its events
+carry a mark of the command instead of the nonce, which nothing that can be looked into ever holds.
 """
 
 from __future__ import annotations
 
+import string
+from functools import cache
+
 BLOCK = 10_240
 """Bytes per block of raw data after the code of a `T` request: a tar record."""
 
-BOOTSTRAP = r"""IFS= read -r N
-c=
-while IFS= read -r l; do case $l in '#end') break;; esac; c="$c$l
-"; done
-eval "$c"
-"""
-"""What the supervisor is started with: reads the nonce and `SUPERVISOR` from its input, so that process lists show neither."""
-
 SUPERVISOR = r"""
-D=$1 CAP=$2 HOW=$3 KEEP=$4 W=$5 T=$6 BARE=$7
+D=$1 CAP=$2 HOW=$3 KEEP=$4 W=$5 T=$6 BARE=$7 AGAIN=$8
 P=
 [ -z "$T" ] || P=$PATH PATH=$T:$PATH
 umask 022
@@ -163,6 +159,13 @@ END
   } 4>&1 | chunks "$f.o" >/dev/null
   if [ -s "$f.o.100000" ] || [ -s "$f.e.100000" ]; then say done "$1" 1; else say done "$1" 0; fi
 }
+equip() {
+  L=
+  f=$D/launcher
+  if [ -e "$f" ] || [ -L "$f" ]; then rm -rf "$f"; fi
+  [ "$BARE" = whole ] && [ -n "$B" ] && printf "$B" >"$f" && chmod 700 "$f" || return 0
+  [ "$("$f" check)" != ok ] || L=$f
+} 2>/dev/null
 collect() {
   f=$D/$1
   for s in o e; do
@@ -204,14 +207,19 @@ else
   BARE=whole
   mkdir -m 700 -p "$D" || { say unfit " a writable $D"; exit 1; }
 fi
-SETSID=$(command -v setsid)
+SETSID=setsid IFS=:
+for t in $PATH; do
+  [ -x "$t/setsid" ] && { SETSID=$t/setsid; break; }
+done
+unset IFS
 MEMORY=/dev/null
 for m in /sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control; do
   [ "$HOW" != marked ] && [ -r $m ] && MEMORY=$m
 done
-L=
-STATE=$(state 2>/dev/null)
+STATE=
+[ -z "$AGAIN" ] || STATE=$(state 2>/dev/null)
 say ready $$ "$SH" $guard $BARE "keep:$KEEP" "left:$left"
+equip
 while IFS=' ' read -r verb id k blocks; do
   code=
   while [ "$k" -gt 0 ]; do IFS= read -r l || exit; code="$code$l$NL" k=$((k-1)); done
@@ -224,5 +232,21 @@ while IFS=' ' read -r verb id k blocks; do
   ;;
   esac
 done
-#end
 """
+
+_PLAIN = frozenset((string.ascii_letters + string.punctuation + " ").encode()) - frozenset(b"\\%'")
+"""Bytes that a format in single quotes may hold as they are: no digits, which would continue an octal number."""
+
+
+def source(nonce: str, launcher: bytes | None) -> bytes:
+    """Return what a supervisor's shell reads to become one. Variables of the image with these names would be exported: unset.
+
+    Args:
+        launcher: is used where it runs; None: the supervisor launches by itself.
+    """
+    return f"unset N B\nN={nonce} B='{_printed(launcher or b'')}'\n{SUPERVISOR}".encode()
+
+
+@cache
+def _printed(data: bytes) -> str:
+    return "".join(chr(byte) if byte in _PLAIN else f"\\{byte:o}" for byte in data)

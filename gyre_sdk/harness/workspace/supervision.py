@@ -15,8 +15,8 @@ from gyre_sdk.harness.workspace.plain import PlainFiles
 from gyre_sdk.harness.workspace.supervisor import Supervisor, SupervisorLost, SupervisorUnfit
 from gyre_sdk.harness.workspace.toolbox import Unfit
 
-_DYING = re.compile(r"stopped state|not running|no such (container|process)|is restarting", re.IGNORECASE)
-"""What an engine says of a container that is about to be dead."""
+_DYING = re.compile(r"stopped state|not running|no such (container|process)|is restarting|ended at once", re.IGNORECASE)
+"""What an engine says of a container that is about to be dead, and what a supervisor's start there comes to."""
 _DYING_LOOKS = 50
 _NO_PROGRAM = "exit code 127"
 _NO_SHELL = re.compile(r"executable file not found|no such file or directory", re.IGNORECASE)
@@ -96,10 +96,7 @@ class Supervision:
         if only is None or len(self._supervisors) > 1 or not (only.alive and only.guarded):
             return False
         try:
-            if only.ask("L=; kill_others", timeout=15.0)[0] != 0:
-                return False
-            self._equip(only)
-            return True
+            return only.ask("L=; kill_others && equip", timeout=15.0)[0] == 0
         except SupervisorLost:
             return False
 
@@ -123,11 +120,9 @@ class Supervision:
                 ) from gone
             raise
 
-    def _equip(self, supervisor: Supervisor) -> None:
-        """Bring the launcher; where it cannot be had, or there is no room for it, the supervisor launches by itself."""
-        program = launcher() if self.with_launcher and not supervisor.bare else None
-        if program is not None:
-            supervisor.equip(program)
+    @property
+    def _launcher(self) -> bytes | None:
+        return launcher() if self.with_launcher else None
 
     def _kill_everything(self, supervisor: Supervisor, user: str) -> Supervisor:
         """The last resort at a timeout: every process of the user dies."""
@@ -156,7 +151,6 @@ class Supervision:
     def _open(self, user: str, keep: str) -> Supervisor:
         try:
             supervisor = self._start_supervisor(user, keep)
-            self._equip(supervisor)
         except SupervisorUnfit as unfit:
             raise Unfit(
                 f"the image of workspace {self.id} lacks{unfit}; commands are run with these: add them to the image"

@@ -11,9 +11,8 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from gyre_sdk.harness.workspace.archive import tar_of
 from gyre_sdk.harness.workspace.channel import Channel
-from gyre_sdk.harness.workspace.script import BLOCK, BOOTSTRAP, SUPERVISOR
+from gyre_sdk.harness.workspace.script import BLOCK, source
 
 _START_S = 20.0
 """Seconds after which a command that did not start, for want of processes, is given up."""
@@ -67,6 +66,7 @@ def arguments(
     shell: tuple[str, ...] = ("sh",),
     tools: str = "",
     bare: bool = False,
+    again: bool = False,
 ) -> list[str]:
     """Return the command line that starts a supervisor.
 
@@ -77,8 +77,10 @@ def arguments(
         shell: what runs it; a binary that its own user cannot read keeps that user from tracing it.
         tools: folder of tools for it, see `toolbox`.
         bare: whether it may start without all that it needs.
+        again: whether the workspace is recycled: the supervisor then notes what commands could change of itself.
     """
-    return [*shell, "-c", BOOTSTRAP, "gyre", folder, str(half_cap), how, keep, workspace, tools, "bare" if bare else ""]
+    flags = ["bare" if bare else "", "again" if again else ""]
+    return [*shell, "-s", folder, str(half_cap), how, keep, workspace, tools, *flags]
 
 
 def fresh_name() -> str:
@@ -97,7 +99,9 @@ class Supervisor:
         left: process ids that survived the killing with which the supervisor started.
     """
 
-    def __init__(self, channel: Channel, folder: str, *, start_timeout: float = 30.0) -> None:
+    def __init__(
+        self, channel: Channel, folder: str, *, launcher: bytes | None = None, start_timeout: float = 30.0
+    ) -> None:
         nonce = secrets.token_hex(16).encode()
         self.folder = folder
         self.shell = "sh"
@@ -105,7 +109,6 @@ class Supervisor:
         self.left = ""
         self.guarded = self.bare = False
         self.alive = True
-        self._launcher: bytes | None = None
         self._channel = channel
         self._nonce = nonce.decode()
         self._answer_mark = b"\n=" + nonce + b" "
@@ -124,7 +127,7 @@ class Supervisor:
         """Last lines that were not the supervisor's: engine messages, shell diagnostics."""
         channel.open(self._receive)
         try:
-            channel.send(nonce + SUPERVISOR.encode())
+            channel.send(source(self._nonce, launcher))
         except OSError:
             self._end()
         self._ready.wait(start_timeout)
@@ -132,8 +135,9 @@ class Supervisor:
             self.close()
             raise SupervisorUnfit(self._unfit)
         if not self._ready.is_set() or not self.alive:
+            why = f"no answer within {start_timeout:g} s" if self.alive else "it ended at once"
             self.close()
-            raise SupervisorLost(self.heard() or f"no answer within {start_timeout:g} s")
+            raise SupervisorLost(self.heard() or why)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -146,10 +150,7 @@ class Supervisor:
     def start(self, running: Running, code: str) -> None:
         """Start a command; `code` ends by calling `launch`."""
         with self._lock:
-            first = not self._running
             self._running[running.id] = running
-        if not first:
-            self._equip()
         self._send(b"R %s %d 0\n" % (running.id.encode(), _lines(code)), _text(code))
 
     def ask(self, code: str, *, timeout: float = 60.0, data: bytes | None = None) -> tuple[int, bytes]:
@@ -215,31 +216,10 @@ class Supervisor:
         with self._lock:
             self._slots.append(running.slot)
 
-    def equip(self, launcher: bytes) -> None:
-        """Bring a launcher, again where commands could have changed it, for use if it runs there.
-
-        It is sent once the first command has ended, or another is to start beside it: many workspaces never run a second one,
-        and the first is sooner launched by the shell than this is sent and tried.
-        """
-        with self._lock:
-            self._launcher = launcher
-
-    def _equip(self) -> None:
-        with self._lock:
-            launcher, self._launcher = self._launcher, None
-        if launcher is None:
-            return
-        self._request('tar -xf - -o -C "$D"', tar_of({"launcher": launcher}, mode=0o700))
-        self._request('L=; [ "$("$D/launcher" check 2>/dev/null)" = ok ] && L=$D/launcher')
-
     def forget(self, running: Running) -> None:
         """Drop a command's state here; its late events are ignored."""
         with self._lock:
             self._running.pop(running.id, None)
-        try:
-            self._equip()
-        except SupervisorLost:
-            pass  # whoever runs the next command is told
 
     def close(self) -> None:
         """Let go of the supervisor. Idempotent."""
