@@ -25,8 +25,8 @@ from gyre_sdk.trainer.sharing.tensors import Sums, fingerprint, frozen, weights
 from gyre_sdk.trainer.sharing.wire import Counted
 from gyre_sdk.trainer.units import Unit
 
-OWN = "core"
-"""Holder of what the core computes itself."""
+OWN = "cell-0"
+"""Holder of what the core computes itself: the name of its cell."""
 _STAGED = 2
 """Contributions that are transferred at a time: each takes the memory of a gradient."""
 _LOOK_S = 0.1
@@ -87,6 +87,8 @@ class Batch:
         """Whether the core computes."""
         self.computing = False
         """True while it has a unit in hand."""
+        self.closing = False
+        """True when nobody is to wait any more."""
         self.staging = BoundedSemaphore(_STAGED)
         """Taken by whoever has a contribution between its transfer's begin and its commit."""
         self._speeds: dict[str, float] = {}
@@ -213,7 +215,7 @@ class Batch:
         """
         give_up = time.monotonic() + seconds
         with self.changed:
-            while not stop():
+            while not (self.closing or stop()):
                 if self._work is not None and not self.book.finished and enter():
                     assert self._base is not None
                     if base != self._base[1]:
@@ -233,7 +235,7 @@ class Batch:
         """Lease units, waiting a while for some; empty where there was none, or `stop` says so under the lock."""
         give_up = time.monotonic() + seconds
         with self.changed:
-            while not stop():
+            while not (self.closing or stop()):
                 found = self.book.lease(holder, step, digest, self._clock(), count)
                 if found.refusal is not None:
                     return found.refusal
@@ -276,10 +278,11 @@ class Batch:
             assert work is not None
             work.sums.add(gradients)
             work.counted.add(counted)
-        tokens = sum(lease.tokens for lease in leases)
-        with self.changed:
-            self._measure(cell, tokens, seconds)
-        self._observer(events.UnitsCommitted(time.time(), cell, work.open.step, len(leases), tokens, seconds))
+            tokens = sum(lease.tokens for lease in leases)
+            with self.changed:
+                self._measure(cell, tokens, seconds)
+            # told before the batch can be collected
+            self._observer(events.UnitsCommitted(time.time(), cell, work.open.step, len(leases), tokens, seconds))
         return ruling
 
     def abandon(self, contribution: str) -> None:

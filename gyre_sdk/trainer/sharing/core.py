@@ -65,7 +65,7 @@ class Progress:
     sealed_all: bool
     """True when no further unit comes in this batch."""
     tokens_per_second: Mapping[str, float]
-    """Measured speed of computing, by cell; `core` is the core."""
+    """Measured speed of computing, by cell."""
     pull_s: float
     """Mean seconds of a satellite's pull of weights; 0 before the first."""
     push_s: float
@@ -129,6 +129,8 @@ class Core:
             server.close()
         self._batch.end()
         with self._batch.changed:
+            self._batch.closing = True
+            self._batch.changed.notify_all()
             seats = list(self._seats.values())
         for seat in seats:
             seat.line.hang_up()

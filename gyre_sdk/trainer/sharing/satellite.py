@@ -266,7 +266,7 @@ class Satellite:
     def _work(self, pull: Pull) -> None:
         """Compute units of the batch until it is over, or the core wants this cell back."""
         while not self._stopping.is_set():
-            answer = self._ask(Take(pull.step, pull.digest, self._chunk))
+            answer = self._ask(Take(pull.step, pull.digest, self._chunk, not self._leases))
             match answer:
                 case Units():
                     self._compute(answer, pull.version)

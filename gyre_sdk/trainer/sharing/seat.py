@@ -172,8 +172,9 @@ class Seat:
         return self.inside and not self._admitted()
 
     def _take(self, message: Take) -> None:
+        seconds = self._patience() if message.patient else 0.0
         found = self._batch.take(
-            self.holder, message.step, message.digest, message.count, self._patience(), lambda: not self._admitted()
+            self.holder, message.step, message.digest, message.count, seconds, lambda: not self._admitted()
         )
         if isinstance(found, Refusal):
             self.line.send(Stale(found))

@@ -105,6 +105,8 @@ class Take(Message, frozen=True):
     """Fingerprint of the weights that it has."""
     count: int
     """Units at most."""
+    patient: bool
+    """False wants `Wait` at once where there is none: it has something to offer in the meantime."""
 
 
 class Units(Message, frozen=True):
@@ -190,7 +192,7 @@ class Line:
         """
         try:
             with self._sending:
-                self._connection.send(message)
+                self._connection.send_bytes(pickle.dumps(message))  # whole: torch's own pickler would lend its memory
         except (OSError, ValueError) as error:
             self.hang_up()
             raise ConnectionError(f"the line broke: {error}") from error
@@ -204,7 +206,7 @@ class Line:
         try:
             if not self._connection.poll(seconds):
                 return None
-            found = self._connection.recv()
+            found = pickle.loads(self._connection.recv_bytes())
         except (OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
             self.hang_up()
             raise ConnectionError(f"the line broke: {type(error).__name__}: {error}") from error

@@ -173,13 +173,15 @@ def _say(cell: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; return the exit status."""
-    signal.signal(signal.SIGTERM, _end)
+    before = signal.signal(signal.SIGTERM, _end)
     app = typer.Typer(add_completion=False)
     app.command()(command)
     try:
         app(args=None if argv is None else list(argv), prog_name="gyre-worker")
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else DONE
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return DONE
 
 
