@@ -131,7 +131,8 @@ def test_a_cell_whose_node_dies_comes_back_on_another(
     assert len(answer) == 8 and generate(urls[1]) == answer
     places = {parent(parent(pid(cell))): cell for cell in both}
     assert len(places) == 2
-    node = next(node for node in cluster.worker_nodes if raylet(node) in places)
+    here = cells.launcher.host
+    node = next(one for one in cluster.worker_nodes if raylet(one) in places and one.node_ip_address != here)
     cell = places[raylet(node)]
     other = both[1 - both.index(cell)]
     undisturbed, gone = other.pids(), cell.pids()
@@ -177,7 +178,29 @@ def test_what_keeps_dying_is_given_up(cells: Cells, tmp_path: Path, monkeypatch:
         return False
 
     eventually(given_up)
-    assert cell.pids() == {"replica": 0} and not alive(helper(tmp_path / "replica.log"))
+    eventually(lambda: cell.pids() == {"replica": 0} and not alive(helper(tmp_path / "replica.log")))
+
+
+def test_a_closed_connection_ends_the_supervision(cells: Cells, tmp_path: Path) -> None:
+    """Ray would start a cluster of its own at the next call, and end the process at the next but one."""
+    import ray
+
+    cell = cells.launch("cell-1", toy(tmp_path, "replica"))
+    cell.wait()
+    process = pid(cell)
+    ray.shutdown()
+    eventually(lambda: not alive(process))
+
+    def given_up() -> bool:
+        try:
+            cell.check()
+        except TrainerError as error:
+            return "connection to the Ray cluster was closed" in str(error)
+        return False
+
+    eventually(given_up)
+    cells.launcher.close()
+    assert not ray.is_initialized()
 
 
 def test_without_room_the_error_names_it(cells: Cells, tmp_path: Path) -> None:

@@ -55,9 +55,9 @@ class Seat:
         Raises:
             Lost: the actor is gone.
             Silent: no answer came in `timeout` seconds.
-            TrainerError: what the call raised there.
+            TrainerError: what the call raised there, or the connection was closed.
         """
-        import ray
+        ray = _connected()
         from ray import exceptions
 
         try:
@@ -143,7 +143,7 @@ class Place:
         raise AssertionError("unreachable")
 
     def _begin(self) -> Seat:
-        import ray
+        ray = _connected()
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -203,11 +203,22 @@ class Place:
         return f"it needs {self._resources}{where}, and of these the cluster has {free} free"
 
 
+def _connected() -> Any:
+    """Return the module; where it is not connected, its calls would start a cluster of their own."""
+    import ray
+
+    if not ray.is_initialized():
+        raise TrainerError("the trainer's connection to the Ray cluster was closed; start the trainer again")
+    return ray
+
+
 def _release(seat: Seat) -> None:
     import ray
     from ray.exceptions import RayError
     from ray.util.placement_group import remove_placement_group
 
+    if not ray.is_initialized():
+        return  # the actors ended with the connection
     try:
         ray.kill(seat.actor, no_restart=True)
         remove_placement_group(seat.group)

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gyre_sdk.errors import SettingsError
+from gyre_sdk.errors import SettingsError, TrainerError
 from gyre_sdk.harness.ports import Observer
 from gyre_sdk.trainer.cells.launch import CellSpec
 from gyre_sdk.trainer.cells.launch.node import Look, Order
@@ -239,7 +239,7 @@ class _There:
         """End it, and what it started: SIGTERM, and SIGKILL for what is left after a while. Idempotent."""
         if self._over:
             return
-        with contextlib.suppress(Lost, Silent):  # then it ends with its actor
+        with contextlib.suppress(TrainerError):  # it ends with its actor
             self._seat.ask("terminate", self._name)
             give_up = time.monotonic() + STOP_TIMEOUT
             while self._look() is None and time.monotonic() < give_up:
