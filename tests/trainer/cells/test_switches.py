@@ -8,13 +8,13 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from cells_kit import Fleet, Forced, Hand, check_calls, converse_all, counted, fleet, moves, until, weights
+from cells_kit import Fleet, Forced, Hand, check_calls, converse, converse_all, counted, fleet, moves, until, weights
 from training_kit import make_model
 
 from gyre_sdk.events import CellMoved, ProcessRestarted, SwitchMeasured
 from gyre_sdk.trainer.transports import Replica
 
-RUNS, CALLS, TOKENS = 6, 10, 16
+RUNS, CALLS, TOKENS, LONG = 6, 10, 16, 256
 SWITCHES = 8
 """Switches that the agents live through at least."""
 
@@ -30,7 +30,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 def test_agents_do_not_notice_switches(served: Fleet) -> None:
     """Cells go to and fro all the time, and versions with the same weights are published meanwhile.
 
-    Greedy answers are those of a quiet fleet, byte for byte; nobody sees an error; nothing is recorded twice.
+    Greedy answers are those of a quiet fleet, byte for byte; nobody sees an error; nothing is recorded twice. One more
+    agent makes long calls until calls were carried to another cell in the middle.
     """
     quiet = converse_all(served.service, RUNS, CALLS, TOKENS)
     check_calls(served.store, [run for run, _ in quiet], CALLS, TOKENS, {0})
@@ -41,6 +42,15 @@ def test_agents_do_not_notice_switches(served: Fleet) -> None:
         while not ended.wait(0.3):
             versions.add(served.publisher.publish(policy, step=len(versions)))
 
+    def moved() -> int:
+        return sum(event.moved for event in served.events if isinstance(event, SwitchMeasured))
+
+    long: list[tuple[str, list[str]]] = []
+
+    def ask_long() -> None:
+        while not enough.is_set():
+            long.append(converse(served.service, 99, 1, LONG))
+
     def before(call: int) -> None:
         if call == CALLS - 2:  # the last calls come after switches, whatever the machine's speed
             assert enough.wait(120)
@@ -48,20 +58,26 @@ def test_agents_do_not_notice_switches(served: Fleet) -> None:
     forced = Forced([2, -1, 1, -2], live=lambda: not ended.is_set())
     hand = Hand("cell-1", "cell-2")
     publishing = threading.Thread(target=publish)
-    with served.manager(served.cells(), hand, decide=forced):
-        publishing.start()
+    with served.manager(served.cells(), hand, decide=forced, drain_s=0.0):
         watching = threading.Thread(
-            target=lambda: (until(lambda: served.switches() >= SWITCHES, "cells switch", 120), enough.set())
+            target=lambda: (
+                until(lambda: served.switches() >= SWITCHES and moved(), "cells switch, and calls move", 120),
+                enough.set(),
+            )
         )
-        watching.start()
+        others = [publishing, watching, threading.Thread(target=ask_long)]
+        for thread in others:
+            thread.start()
         try:
             found = converse_all(served.service, RUNS, CALLS, TOKENS, before)
         finally:
             ended.set()
-            publishing.join()
-            watching.join()
+            for thread in others:
+                thread.join()
     assert [said for _, said in found] == [said for _, said in quiet]
-    check_calls(served.store, [run for run, _ in found], CALLS, TOKENS, versions)
+    assert len({said for _, (said,) in long}) == 1
+    carried = check_calls(served.store, [run for run, _ in found], CALLS, TOKENS, versions)
+    assert carried + check_calls(served.store, [run for run, _ in long], 1, LONG, versions) > 0
     assert len(versions) > 2
     for cell in ("cell-0", "cell-1"):
         assert {"draining", "switching", "training", "loading", "serving"} <= {
