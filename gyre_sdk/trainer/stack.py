@@ -175,7 +175,9 @@ class Stack:
         self.ledger = Ledger(self.journal)
         self.recovery = recover(self.ledger.state, whole(self.ledger.state))
         self.pool = self._cleanup.enter_context(WorkspacePool(config.rollout.workspace, recycle=config.rollout.recycle))
-        folder = WeightFolder(config.policy.model, config.output.dir, _weights_size(config.policy.model))
+        alone = config.cells is None or config.cells.ray_address is None
+        size = _weights_size(config.policy.model)
+        folder = WeightFolder(config.policy.model, config.output.dir, size, memory=alone)
         self._cleanup.callback(folder.remove)
         transport = make(choose(config), folder, config.policy.model, _identity(config.output.dir))
         start = self._starting_policy(transport)

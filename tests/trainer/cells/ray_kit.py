@@ -78,6 +78,11 @@ def engine(folder: Path, name: str, model: Path) -> ChildSpec:
     return ChildSpec(name, lambda port: [*arguments, str(port)], "gyre-engine ready on", folder / f"{name}.log")
 
 
+def raylet(node: Any) -> int:
+    """Process id of a node's own process."""
+    return int(node.all_processes["raylet"][0].process.pid)
+
+
 def helper(log: Path) -> int:
     """Process id of the toy's helper."""
     return int(log.read_text().rsplit("helper ", 1)[1].split()[0])

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import ray_kit
-from ray_kit import alive, eventually, helper, parent, toy
+from ray_kit import alive, eventually, helper, parent, raylet, toy
 from training_kit import make_model
 
 from gyre_sdk.errors import TrainerError
@@ -53,10 +53,6 @@ def cells(cluster: Any) -> Iterator[Cells]:
     made = Cells(cluster.address)
     yield made
     made.launcher.close()
-
-
-def raylet(node: Any) -> int:
-    return int(node.all_processes["raylet"][0].process.pid)
 
 
 def pid(cell: RayCell) -> int:
