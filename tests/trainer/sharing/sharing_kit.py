@@ -27,7 +27,8 @@ from gyre_sdk.trainer.units import Unit
 KEY = b"the key of these tests"
 SECONDS = 30.0
 """That anything may take before a test gives up on it."""
-tensors.BUCKET = 16  # so that a tiny gradient passes in several messages
+BUCKET = 16
+"""Numbers of a message in schedules, so that a tiny gradient passes in several."""
 
 
 class Tiny(nn.Module):
@@ -80,11 +81,11 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: None if one.grad is None else one.grad.clone() for name, one in model.named_parameters()}
 
 
-def until(condition: Callable[[], Any], what: str) -> None:
+def until(condition: Callable[[], Any], what: str, seconds: float = SECONDS) -> None:
     """Wait for a condition."""
-    give_up = time.monotonic() + SECONDS
+    give_up = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < give_up, f"{what}: not in {SECONDS:.0f} s"
+        assert time.monotonic() < give_up, f"{what}: not in {seconds:.0f} s"
         time.sleep(0.002)
 
 
@@ -204,6 +205,7 @@ class _Slow:
 def _life(commands: Connection) -> None:
     """Serve satellites one after the other, as told."""
     torch.set_num_threads(1)
+    tensors.BUCKET = BUCKET
     speaking = threading.Lock()
 
     def tell(*words: Any) -> None:

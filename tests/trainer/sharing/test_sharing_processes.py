@@ -11,10 +11,24 @@ from typing import Any
 
 import pytest
 import torch
-from sharing_kit import KEY, SECONDS, Hand, Pool, TinyPolicy, Trouble, gradients, one_process, sealed, some_units, until
+from sharing_kit import (
+    BUCKET,
+    KEY,
+    SECONDS,
+    Hand,
+    Pool,
+    TinyPolicy,
+    Trouble,
+    gradients,
+    one_process,
+    sealed,
+    some_units,
+    until,
+)
 
 from gyre_sdk import events
 from gyre_sdk.errors import SettingsError
+from gyre_sdk.trainer.sharing import tensors
 from gyre_sdk.trainer.sharing.core import Collected, Core
 from gyre_sdk.trainer.sharing.satellite import Satellite
 from gyre_sdk.trainer.sharing.wire import Counted, dial
@@ -27,7 +41,9 @@ NONE = Trouble()
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
     found = Pool()
-    yield found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensors, "BUCKET", BUCKET)
+        yield found
     found.close()
 
 
