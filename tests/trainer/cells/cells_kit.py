@@ -122,6 +122,9 @@ class ToyReplica:
         self.paused = False
         self.asleep: set[str] = set()
         self.version = "0"
+        self.go_on = threading.Event()
+        """While it is not set, weights do not arrive."""
+        self.go_on.set()
         toy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -167,6 +170,7 @@ class ToyReplica:
             self.asleep.discard(path.rpartition("=")[2])
             self.paused = bool(self.asleep)
         elif route == "finish_weight_update":
+            self.go_on.wait(30)
             if "weights" in self.asleep:
                 return 500, {"error": "no memory to load into"}
             self.version = body["weight_version"]

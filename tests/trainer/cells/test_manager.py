@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cells_kit import Batch, Forced, Hand, ManualClock, Toys, counted, moves
+from cells_kit import Batch, Forced, Hand, ManualClock, Toys, counted, moves, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -456,6 +457,26 @@ def test_a_withdrawn_replica_is_left_alone(toys: Toys) -> None:
     with pytest.raises(PublishError, match="did not reach"):
         toys.publisher.restore(others[1].url, patience=0.0)
     assert others[1].url not in toys.publisher._serving
+
+
+def test_a_replica_is_withdrawn_in_the_middle_of_a_publication(toys: Toys) -> None:
+    """What is on its way arrives first: nobody else touches the replica then, and no requests are sent to it."""
+    toy = toys.replicas[0]
+    toy.go_on.clear()
+    toy.asked.clear()
+    with ThreadPoolExecutor(2) as pool:
+        published = pool.submit(toys.publisher.publish, {}, step=1)
+        until(lambda: toy.asked, "the weights are on their way")
+        withdrawn = pool.submit(toys.publisher.withdraw, toy.url, 0.0)
+        until(lambda: toy.url not in toys.publisher._serving, "it is out of routing")
+        assert not withdrawn.done()
+        toy.go_on.set()
+        version = published.result(30)
+        withdrawn.result(30)
+    assert toy.version == str(version)
+    assert {url: files.version for url, files in toys.publisher._serving.items()} == {
+        other.url: version for other in toys.replicas[1:]
+    }
 
 
 def test_silence_is_borne_longer_than_refusal() -> None:
