@@ -96,7 +96,8 @@ class Trouble:
     where: str = ""
     """`take`, `compute`, `offer` (before), `accepted` (before the transfer), `transfer`, `committed`; empty: nothing."""
     how: str = ""
-    """`exit`, `kill`; `sleep` waits for `wake`, showing that it lives; `freeze` does so without."""
+    """`exit`, `kill`; `sleep` waits for `wake`, showing that it lives; `freeze` does so without; `damage` sends another
+    number than it has."""
     nth: int = 1
     """The how manieth time that it comes by."""
     repeat: bool = False
@@ -125,19 +126,23 @@ class _Troubled(Satellite):
         self._frozen = False
         self._wake.set()
 
-    def _come_by(self, where: str) -> None:
+    def _come_by(self, where: str) -> bool:
+        """Meet the trouble if it is here; tell whether what is sent now is to be damaged."""
         if where != self._trouble.where:
-            return
+            return False
         self._passed += 1
         if self._passed != self._trouble.nth:
-            return
+            return False
         if self._trouble.how == "exit":
             os._exit(9)
         if self._trouble.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self._trouble.how == "damage":
+            return True
         self._frozen = self._trouble.how == "freeze"
         self._tell("asleep")
         self._wake.wait(SECONDS)
+        return False
 
     def _beat(self, line: Any, quiet: threading.Event) -> None:
         super()._beat(_Breath(lambda: self._frozen, line), quiet)  # type: ignore[arg-type]
@@ -181,7 +186,7 @@ class _Breath:
 class _Slow:
     """A link whose sending passes by trouble after every tensor."""
 
-    def __init__(self, link: Any, come_by: Callable[[str], None]) -> None:
+    def __init__(self, link: Any, come_by: Callable[[str], bool]) -> None:
         self._inner = link._inner if isinstance(link, _Slow) else link
         self._come_by = come_by
 
@@ -189,8 +194,7 @@ class _Slow:
         put = self._inner._put
 
         def passing(bucket: torch.Tensor) -> None:
-            self._come_by("transfer")
-            put(bucket)
+            put(bucket + 1e-9 if self._come_by("transfer") else bucket)
 
         self._inner._put = passing
         try:

@@ -224,6 +224,17 @@ def test_a_satellite_that_is_silent_is_given_up_and_comes_back(pool: Pool) -> No
             assert not stage.own
 
 
+def test_a_gradient_that_came_damaged_is_thrown_away(pool: Pool) -> None:
+    """The satellite computes its units anew, on another line."""
+    for seed in range(3):
+        units = some_units(random.Random(seed))
+        with Stage(pool) as stage:
+            stage.hand("damaged", Trouble("transfer", "damage", nth=2))
+            trainer = Trainer(stage.core, iter(units))
+            stage.check(trainer, units)
+            assert not stage.own
+
+
 def test_an_offer_made_twice_is_acknowledged_and_added_once(pool: Pool) -> None:
     for seed in range(8):
         draw = random.Random(seed)
