@@ -124,48 +124,33 @@ def test_bursts_publish_every_mu_steps(config: Path, tmp_path: Path) -> None:
 
 
 KILLED_AT: dict[str, Callable[[list[Any]], bool]] = {
-    "a group closed": lambda found: any(isinstance(item, GroupClosed) for item in found),
-    "a unit sealed": lambda found: any(isinstance(item, UnitSealed) for item in found),
-    "a step committed": lambda found: any(isinstance(item, StepCommitted) for item in found),
-    "a version published": lambda found: sum(isinstance(item, VersionPublished) for item in found) >= 2,
+    "at once": lambda new: True,
+    "a group closed": lambda new: any(isinstance(item, GroupClosed) for item in new),
+    "a unit sealed": lambda new: any(isinstance(item, UnitSealed) for item in new),
+    "a step committed": lambda new: any(isinstance(item, StepCommitted) for item in new),
+    "a version published": lambda new: sum(isinstance(item, VersionPublished) for item in new) >= 2,
 }
+"""Moments, by what one process has made durable."""
 
 
-@pytest.mark.parametrize("moment", KILLED_AT)
-def test_a_trainer_killed_with_9_resumes(config: Path, tmp_path: Path, moment: str) -> None:
-    process = start(config, "--set", "train.save_every=2")
-    try:
-        wait_for(tmp_path, KILLED_AT[moment])
-    finally:
-        process.kill()
-        process.communicate()
-    before = items(tmp_path)
-    report = finish(start(config, "--set", "train.save_every=2"))
-    assert report["steps"] == 3
-    assert items(tmp_path)[: len(before)] == before
-    check_store(tmp_path, steps=3)
-
-
-def test_killed_again_it_gets_there(config: Path, tmp_path: Path) -> None:
-    """Nothing that is durable is run twice: groups that had closed are used as they are."""
-    for count in (0, 3):
-        process = start(config)
-        closed = sum(isinstance(item, GroupClosed) for item in items(tmp_path))
+def test_a_trainer_killed_with_9_resumes_again_and_again(config: Path, tmp_path: Path) -> None:
+    """Nothing that is durable is lost, and none of it is run twice: groups that had closed are used as they are."""
+    options = ("--set", "train.save_every=2", "--steps", "4")
+    before: list[Any] = []
+    for reached in KILLED_AT.values():
+        process, past = start(config, *options), len(before)
         try:
-            wait_for(
-                tmp_path,
-                lambda found, closed=closed, count=count: (
-                    sum(isinstance(i, GroupClosed) for i in found) >= closed + count
-                ),
-            )
+            wait_for(tmp_path, lambda found, reached=reached, past=past: reached(found[past:]))
         finally:
             process.kill()
             process.communicate()
-    kept = {item.group: item for item in items(tmp_path) if isinstance(item, GroupClosed)}
-    finish(start(config))
+        assert items(tmp_path)[: len(before)] == before
+        before = items(tmp_path)
+    assert finish(start(config, *options))["steps"] == 4
+    assert items(tmp_path)[: len(before)] == before
     after = {item.group: item for item in items(tmp_path) if isinstance(item, GroupClosed)}
-    assert all(after[group] == item for group, item in kept.items())
-    check_store(tmp_path, steps=3)
+    assert all(after[item.group] == item for item in before if isinstance(item, GroupClosed))
+    check_store(tmp_path, steps=4)
 
 
 def test_running_a_finished_training_again_does_nothing(config: Path, tmp_path: Path) -> None:
