@@ -297,11 +297,12 @@ def test_a_core_that_dies_begins_the_batch_anew(pool: Pool) -> None:
         with Stage(pool) as first:
             port = first.core.address[1]
             asleep = Trouble("offer", "sleep") if draw.random() < 0.5 else NONE
-            hands = [first.hand("one", asleep, draw.randint(1, 4)), first.hand("two", chunk=draw.randint(1, 4))]
+            hands = [first.hand("one", asleep, draw.randint(1, 4))]
             lost = Trainer(first.core, sealed(units, 2, lambda number: False))
             until(lambda first=first: first.core.progress().done_tokens or first.core.progress().leased_tokens, "work")  # type: ignore[misc]
             if asleep.how:
                 until(lambda hands=hands: hands[0].heard("asleep"), "one holds a contribution")  # type: ignore[misc]
+            hands.append(first.hand("two", chunk=draw.randint(1, 4)))
             first.hands = []
             first.core.__exit__(None, None, None)
             with Stage(pool, port) as second:
