@@ -8,6 +8,7 @@ from typing import Self
 
 from gyre_sdk.trainer.cells.baselines import decision_of
 from gyre_sdk.trainer.cells.capacity import Counters
+from gyre_sdk.trainer.cells.load import LoadMeter
 from gyre_sdk.trainer.cells.manager import Cell, Manager
 from gyre_sdk.trainer.cells.switch import parking_of
 from gyre_sdk.trainer.children import cell_name
@@ -43,6 +44,7 @@ class Crew:
             counters=self.counters,
             policy=policy,
             decide=decide,
+            load=LoadMeter(stack.journal, lambda: stack.replicas[0]),
             drain_s=settings.drain_s,
             runs_per_cell=settings.runs_per_cell or -(-stack.config.rollout.concurrency // settings.count),
             observer=stack.observer,

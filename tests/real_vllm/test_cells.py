@@ -11,6 +11,7 @@ from trainer.cells.cells_kit import Fleet, Forced, Hand, check_calls, converse_a
 from training_kit import make_model
 from vllm_environment import VLLM_PYTHON, environment
 
+from gyre_sdk.trainer.cells.load import kv_tokens
 from gyre_sdk.trainer.config import EngineConfig
 from gyre_sdk.trainer.engines import vllm
 from gyre_sdk.trainer.processes import ChildSpec
@@ -80,6 +81,7 @@ def test_vllm_that_slept_serves_what_was_published_meanwhile(served: Fleet) -> N
     """Its keys and values of before are gone with the weights: the answer is that of the version on record."""
     policy: dict[str, Any] = weights(served)
     cell = served.cells()[0]
+    assert (kv_tokens(cell.url) or 0) >= 1024, "the plan's capacity is measured from it"
     served.publisher.withdraw(cell.url, 0.0)
     with Replica(cell.url, 0) as replica:
         cell.parking.park(replica)
