@@ -368,6 +368,11 @@ class Ledger:
             apply(self.state, item)
             self._journal.append(STREAM, type(item).__name__, item, at=at).result()
 
+    def unused(self) -> list[str]:
+        """Return groups that no step of the lineage has taken, in the order planned."""
+        with self._adding:
+            return self.state.unused()
+
     def allocate_version(self, step: int, *, at: float) -> int:
         """Take the next version number, durably."""
         with self._adding:

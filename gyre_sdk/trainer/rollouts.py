@@ -17,6 +17,7 @@ import queue
 import random
 import threading
 import time
+from asyncio import CancelledError
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -161,6 +162,8 @@ class Rollouts:
         """Members under way, and when they began."""
         self._durations: deque[float] = deque(maxlen=_REMEMBERED)
         self._stopping = False
+        self._failure: BaseException | None = None
+        """What kept a run from being counted: its group will never close."""
         self._check = check
 
     # -- the trainer's side ------------------------------------------------------------------------------------------
@@ -188,7 +191,7 @@ class Rollouts:
     def take(self) -> list[str]:
         """Return the groups of the next step: the next B in the order planned that no step has used."""
         with self._changed:
-            return self._ledger.state.unused()[: self._plan.groups_per_step]
+            return self._ledger.unused()[: self._plan.groups_per_step]
 
     def closed(self, groups: Sequence[str]) -> Iterator[GroupClosed]:
         """Yield these groups as they close, in the order in which they do.
@@ -203,6 +206,8 @@ class Rollouts:
                 if found is None:
                     if self._stopping:
                         raise TrainerError("rollouts were stopped")
+                    if self._failure is not None:
+                        raise TrainerError(f"a run could not be counted: {self._failure!r}") from self._failure
                     self._changed.wait(_LOOK)
             if found is None:
                 self._check()
@@ -255,6 +260,16 @@ class Rollouts:
     def _member(self, task: Task, group: str, member: int) -> None:
         if self._stopping:
             return
+        try:
+            self._count(task, group, member)
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+            raise
+
+    def _count(self, task: Task, group: str, member: int) -> None:
+        """Run a member, and close its group after the last one."""
         with self._changed:
             self._began[group, member] = time.monotonic()
         ended = self._attempt(task, group, member)
@@ -282,7 +297,7 @@ class Rollouts:
                 continue
             except GyreError as error:
                 _log.warning("run %d of %s: %s", member, group, error)
-            except Exception as error:  # boundary: the user's agent; the session has recorded it
+            except (Exception, SystemExit, CancelledError) as error:  # boundary: the user's agent; it is recorded
                 _log.info("run %d of %s: %s: %s", member, group, type(error).__name__, error)
             break
         return True

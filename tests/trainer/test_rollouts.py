@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from asyncio import CancelledError
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -137,8 +138,8 @@ def test_nothing_is_planned_that_no_step_will_use(world: World) -> None:
     assert world.ledger.state.next_group == 2
 
 
-@pytest.mark.parametrize("error", [RuntimeError("agent"), WorkspaceError("gone"), KeyError("x")])
-def test_a_failing_run_never_stops_the_loop(world: World, error: Exception) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("agent"), WorkspaceError("gone"), SystemExit(1), CancelledError()])
+def test_a_failing_run_never_stops_the_loop(world: World, error: BaseException) -> None:
     def behave(group: str, member: int) -> None:
         if member == 1:
             record(world.journal, group, member, reward=None, status=RunStatus.AGENT_ERROR)
@@ -255,6 +256,15 @@ def test_those_who_wait_learn_that_a_process_was_given_up(world: World) -> None:
     world.made.append(rollouts)
     rollouts.start(0)
     with pytest.raises(TrainerError, match="died 5 times"):
+        list(rollouts.closed(rollouts.take()))
+
+
+def test_those_who_wait_learn_that_a_group_cannot_close(world: World) -> None:
+    """The store takes nothing more: no group would ever close."""
+    world.behave = lambda group, member: world.journal.close()
+    rollouts = world.rollouts(concurrency=1)
+    rollouts.start(0)
+    with pytest.raises(TrainerError, match="a run could not be counted: JournalError"):
         list(rollouts.closed(rollouts.take()))
 
 
