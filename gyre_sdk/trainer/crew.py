@@ -49,7 +49,9 @@ class Crew:
             runs_per_cell=settings.runs_per_cell or -(-stack.config.rollout.concurrency // settings.count),
             observer=stack.observer,
         )
-        stack.on_moved = self.manager.moved
+        self._stack = stack
+        self._alone, stack.on_moved = stack.on_moved, self.manager.moved
+        stack.core.check = self.check
 
     def __enter__(self) -> Self:
         self.manager.start()
@@ -59,6 +61,16 @@ class Crew:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.manager.stop()
+        self._stack.on_moved = self._alone
+
+    def check(self) -> None:
+        """Raise when a process was given up, or the manager of cells has ended.
+
+        Raises:
+            TrainerError: naming it.
+        """
+        self._stack.check()
+        self.manager.check()
 
     def sealed(self, group: SealedGroup, runs: int) -> None:
         """Count what a group's runs gave to training."""

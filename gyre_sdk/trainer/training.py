@@ -173,12 +173,14 @@ class _Training:
             ledger=stack.ledger,
             observer=stack.observer,
             concurrency=config.rollout.concurrency,
-            check=stack.check,
+            check=self._check,
         )
         self._sealer = make_sealer(config.train, stack.base)
         self._step = _Step()
         self._taken: list[str] = []
         """Groups of the step whose batch is open."""
+        self._number = stack.recovery.step
+        """Of that step."""
         self._crew = self._make_crew() if stack.core is not None else None
         self._burst = Burst(config.rollout.publish_every, config.train.steps)
         self._hopeless = 0
@@ -227,6 +229,7 @@ class _Training:
         """Yield the units of a step as its groups close."""
         self._step = current = _Step()
         self._taken = groups = self._rollouts.take()
+        self._number = step
         self._ledger.add(StepStarted(step, groups, self._sealer.settings), at=time.time())
         versions = self._ledger.state.versions
 
@@ -249,9 +252,13 @@ class _Training:
 
     def _awaited(self) -> list[str]:
         """Return the groups of the open burst that training waits for: those of its open step and of its later ones."""
-        later = self._burst.left(max(self._ledger.state.steps, default=0))
-        unused = self._ledger.state.unused()[: later * self._config.rollout.groups_per_step]
+        later = self._burst.left(self._number)
+        unused = self._ledger.unused()[: later * self._config.rollout.groups_per_step] if later > 0 else []
         return [*self._taken, *unused]
+
+    def _check(self) -> None:
+        """Raise when training cannot go on: a process was given up, or nobody moves cells any more."""
+        (self._crew or self._stack).check()
 
     def _version(self) -> int:
         """Return the number of the weights in training: the one being served, or the next where steps lie between."""

@@ -71,7 +71,7 @@ class _Work:
     """Of the satellites."""
     sums: Sums = field(default_factory=Sums)
     failure: BaseException | None = None
-    """What the source of units raised."""
+    """What the source of units raised, or what broke the sums."""
 
 
 class Batch:
@@ -117,14 +117,18 @@ class Batch:
             self.changed.notify_all()
         Thread(target=self._feed, args=(work, units), name=f"units of step {step}", daemon=True).start()
 
-    def take_own(self) -> tuple[Lease, Unit] | None:
+    def take_own(self, check: Callable[[], None] = lambda: None) -> tuple[Lease, Unit] | None:
         """Wait for a unit that the core computes; None when every unit is committed.
 
+        Args:
+            check: asked again and again, without the lock; raises to end the wait.
+
         Raises:
-            BaseException: what the source of units raised.
+            BaseException: what the source of units or `check` raised.
         """
-        with self.changed:
-            while True:
+        while True:
+            check()
+            with self.changed:
                 work = self._work
                 assert work is not None
                 if work.failure is not None:
@@ -177,6 +181,8 @@ class Batch:
             work, self._last = self._last, None
             if work is None:
                 return Counted(), []
+            if work.failure is not None:
+                raise work.failure
             work.sums.add_to(model)
             return work.counted, work.names
 
@@ -276,8 +282,12 @@ class Batch:
             if ruling.verdict is not Verdict.COMMITTED:
                 return ruling
             assert work is not None
-            work.sums.add(gradients)
-            work.counted.add(counted)
+            try:
+                work.sums.add(gradients)
+                work.counted.add(counted)
+            except BaseException as error:
+                work.failure = error  # what is committed and not added would be missing from the step
+                raise
             tokens = sum(lease.tokens for lease in leases)
             with self.changed:
                 self._measure(cell, tokens, seconds)

@@ -98,6 +98,8 @@ class Core:
         observer: Observer = lambda event: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.check: Callable[[], None] = lambda: None
+        """Asked while the trainer's thread waits; raises when nothing can come of it."""
         self._key = key
         self._lease_s = lease_s
         self._at = (host, port)
@@ -157,12 +159,12 @@ class Core:
             units: taken in a thread of its own, as they are sealed.
 
         Raises:
-            BaseException: what `units` raised.
+            BaseException: what `units` or `check` raised.
         """
         batch = self._batch
         batch.begin(step, version, model, units)
         try:
-            while (found := batch.take_own()) is not None:
+            while (found := batch.take_own(self.check)) is not None:
                 lease, unit = found
                 began = self._clock()
                 yield unit

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,15 @@ from sharing_kit import (
     one_process,
     sealed,
     some_units,
+    unit,
     until,
 )
 
 from gyre_sdk import events
-from gyre_sdk.errors import SettingsError
+from gyre_sdk.errors import SettingsError, TrainerError
 from gyre_sdk.trainer.sharing import tensors
+from gyre_sdk.trainer.sharing.batch import Batch
+from gyre_sdk.trainer.sharing.book import Refusal, Verdict
 from gyre_sdk.trainer.sharing.core import Collected, Core
 from gyre_sdk.trainer.sharing.satellite import Satellite
 from gyre_sdk.trainer.sharing.wire import Counted, dial
@@ -359,6 +363,38 @@ def test_what_the_source_of_units_raises_is_raised_in_deal() -> None:
     with Core(key=KEY) as core, pytest.raises(ValueError, match="no further group"):
         for _ in core.deal(1, 0, TinyPolicy().model, broken()):
             pass
+
+
+def test_a_core_that_waits_asks_whether_anything_can_come() -> None:
+    """Its gate is closed, all units are ready, no satellite is there, and nobody is left who would open it."""
+
+    def check() -> None:
+        if core.progress().sealed_all:
+            raise TrainerError("the manager of cells ended")
+
+    with Core(key=KEY) as core:
+        core.close_gate()
+        core.check = check
+        with pytest.raises(TrainerError, match="the manager of cells ended"):
+            list(core.deal(1, 0, TinyPolicy().model, some_units(random.Random(0))))
+        assert core.progress().step == 0
+
+
+def test_a_sum_that_broke_ends_the_step() -> None:
+    """What is committed is in the gradient, or there is no step."""
+    model = TinyPolicy().model
+    batch = Batch(SECONDS, lambda event: None, time.monotonic)
+    batch.begin(1, 0, model, [unit(0, 3), unit(1, 3)])
+    until(lambda: batch.counts()[1].closed, "all units are there")
+    for name, size in (("fits", 2), ("does not", 3)):
+        taken = batch.take("one", 1, tensors.fingerprint(tensors.weights(model)), 1, 0.0, lambda: False)
+        assert not isinstance(taken, Refusal)
+        assert batch.offer(name, "one", 1, taken[0]).verdict is Verdict.SEND
+        with nullcontext() if name == "fits" else pytest.raises(RuntimeError, match="size"):
+            batch.commit(name, "one", taken[0], Counted(), {"first.bias": torch.zeros(size)}, 0.1)
+    for end in (batch.take_own, lambda: (batch.end(), batch.collect(model))):
+        with pytest.raises(RuntimeError, match="size"):
+            end()
 
 
 def test_who_has_another_key_or_another_base_model_is_not_let_in() -> None:
