@@ -220,7 +220,7 @@ class Publisher:
             drained = self._service.drain(url, seconds=seconds) if self._service is not None else Drained()
         except ServiceError as error:
             raise PublishError(f"replica {url} was withdrawn, but the proxy was not told: {error}") from error
-        with self._locks[url]:  # a publication that was on its way there has ended
+        with self._lock(url):  # a publication that was on its way there has ended
             return drained
 
     def restore(
@@ -292,10 +292,12 @@ class Publisher:
             except ServiceError as error:  # a proxy that is away takes the table when it is back
                 _log.warning("the proxy was not told that replica %s died: %s", url, error)
 
-    def returned(self, url: str) -> None:
-        """Bring a replica that was started again, in a thread of its own; then route calls to it."""
+    def returned(self, url: str, *, known: bool = True) -> None:
+        """Bring a replica that was started again, in a thread of its own, and route calls to it; not `known`: a new one."""
         url = url.rstrip("/")
         with self._table:
+            if not known:
+                self._locks.setdefault(url, threading.Lock())
             if url in self._catching_up or url not in self._locks or url in self._withdrawn:
                 return
             self._catching_up.add(url)

@@ -11,6 +11,7 @@ import fcntl
 import importlib
 import logging
 import secrets
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -74,7 +75,8 @@ class Stack:
         self._children: list[Child | Launched] = []
         self.core: Core | None = None
         self.cells: list[Launched] = []
-        self.on_moved: Callable[[str, str], None] = lambda old, new: self.publisher.returned(new)
+        self.on_moved: Callable[[str, str], None] = lambda old, new: self.publisher.returned(new, known=False)
+        self.replicas = []
         self._model: Any = None
 
     def __enter__(self) -> Self:
@@ -197,6 +199,8 @@ class Stack:
         proxy = self._child(proxy_spec(config, key_file, lambda url: self.publisher.route()))
         if config.engine.publish:
             importlib.import_module("gyre_sdk.trainer.trainer")  # loads torch and trl while the processes start
+        for one in started:
+            one.wait()
         self.replicas = [one.wait() for one in started] or [str(config.engine.url)]
         self.service = self._cleanup.enter_context(ServiceClient(proxy.wait(), key))
         self.publisher.connect(self.replicas, self.service, watch=not started and config.engine.publish)
@@ -259,7 +263,10 @@ class Stack:
         config, cells = self.config, self.config.cells
         assert cells is not None
         saved, key_file = config.output.dir / "settings.json", config.output.dir / "cells.key"
+        saved.touch(mode=0o600)  # what the user keeps in [agent] and [proxy] is nobody else's
         save_config(config, saved)
+        shared = config.output.dir / "shared"
+        shutil.rmtree(shared, ignore_errors=True)  # of a process that was killed
         key = write_key(key_file)
         self.core = self._cleanup.enter_context(
             Core(
@@ -267,7 +274,7 @@ class Stack:
                 host=host,
                 lease_s=cells.lease_s,
                 link=cells.link,
-                folder=config.output.dir / "shared",
+                folder=shared,
                 observer=self.observer,
             )
         )

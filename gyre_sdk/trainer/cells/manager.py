@@ -42,6 +42,8 @@ _CHECK_S = 1.0
 _RETRY_S = (0.5, 30.0)
 """Seconds before a failed cell is brought back the first time, and at most; they double."""
 
+_LOST = "its worker is not connected to the core any more"
+
 _log = logging.getLogger("gyre.trainer")
 
 
@@ -260,6 +262,9 @@ class Manager:
 
     def _go_back(self, member: Member, reason: str) -> None:
         """Take a cell back to serving."""
+        if not member.core and member.cell.name not in self._training.waiting():
+            self._fail(member, _LOST)  # it may still have the devices
+            return
         try:
             switched = self._serve(member, CellEvent.RETURN, reason)
         except PhaseFailed as error:
@@ -319,7 +324,7 @@ class Manager:
             if not member.core and member.worker != member.cell.worker_pid():
                 self._fail(member, "its worker's process ended")
             elif not member.core and member.cell.name not in connected:
-                self._fail(member, "its worker is not connected to the core any more")
+                self._fail(member, _LOST)
             elif self._health.answers(member.cell.url):
                 self._keep_parked(member)
 

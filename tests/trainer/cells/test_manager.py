@@ -258,13 +258,14 @@ def test_a_worker_that_dies_takes_its_cell_out_and_it_serves_again(toys: Toys) -
         world.manager.check()
 
 
-def test_a_worker_that_is_lost_keeps_its_cell_from_serving_until_it_is_back(toys: Toys) -> None:
+@pytest.mark.parametrize("moved", [(), (-1,)])
+def test_a_worker_that_is_lost_keeps_its_cell_from_serving_until_it_is_back(toys: Toys, moved: tuple[int, ...]) -> None:
     """Nobody knows whether it still has the devices: neither its end nor its call tells."""
     world = World(toys)
     world.tick(2)
     world.hand.workers = set()
     world.hand.joined.clear()  # the core has given it up
-    assert world.tick() == ["training", "failed", "serving"]
+    assert world.tick(*moved, seconds=0.1 if moved else 1.0) == ["training", "failed", "serving"]
     assert moves(toys.events, "cell-1")[-1][1] == "its worker is not connected to the core any more"
     assert world.tick(seconds=60)[1] == "failed"
     world.hand.workers = {"cell-1"}
@@ -302,6 +303,15 @@ def test_a_replica_that_comes_back_elsewhere_is_brought_there(toys: Toys) -> Non
     assert world.tick(seconds=60) == ["serving"] * 3
     assert moves(toys.events, "cell-1")[0][1] == f"its replica came back at {toys.replicas[1].url}"
     world.check()
+
+
+def test_a_replica_that_comes_back_elsewhere_is_brought_there_without_a_manager(toys: Toys) -> None:
+    old, toys.replicas[1] = toys.replicas[1], type(toys.replicas[1])()
+    toys.publisher.forget(old.url)
+    old.close()
+    toys.publisher.returned(toys.replicas[1].url, known=False)
+    until(lambda: toys.replicas[1].url in toys.publisher._serving, "it is brought")
+    assert toys.replicas[1].version == str(toys.publisher.current.version)
 
 
 def test_gathered_cells_serve_and_move_no_more(toys: Toys) -> None:
