@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -61,7 +62,10 @@ sys.stdin.read()
 
 @dataclass(frozen=True)
 class Served:
-    """A cell whose replica is a vLLM server in float32 with sleep, a publisher to it, and a core that trains nothing."""
+    """A cell whose replica is a vLLM server with sleep, a publisher to it, and a core that trains nothing.
+
+    It computes in float32; with adapters in bfloat16, which their kernels ask for.
+    """
 
     cell: Any
     publisher: Any
@@ -96,7 +100,10 @@ class Served:
                 logp = self.model(input_ids=torch.tensor([PROMPT + ids])).logits[0].log_softmax(-1)
             own = [logp[len(PROMPT) - 1 + place, token].item() for place, token in enumerate(ids)]
             given = [content["logprob"] for content in choice["logprobs"]["content"]]
-            assert given == pytest.approx(own, abs=2e-3)
+            if self.transport.name == "file":
+                assert given == pytest.approx(own, abs=2e-3)
+            else:  # bfloat16 is off by 0.02, the weights before by 1.3
+                assert statistics.mean(abs(a - b) for a, b in zip(given, own, strict=True)) < 0.1
 
 
 @pytest.fixture(params=["file", "lora"])
@@ -121,7 +128,8 @@ def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
     lora = LoraConfig(r=8, alpha=8) if name == "lora" else None
     model = load_policy(PolicyConfig(base, lora=lora)).eval()
     folder = WeightFolder(base, tmp_path / "out", 10_000_000)
-    options = ["--dtype", "float32", "--enable-sleep-mode", "--gpu-memory-utilization", "0.3"]
+    dtype = "bfloat16" if lora else "float32"
+    options = ["--dtype", dtype, "--enable-sleep-mode", "--gpu-memory-utilization", "0.3"]
     config = EngineConfig(
         kind="vllm", transport=name, options=[*options, "--kv-cache-memory-bytes", str(CACHE), "--enforce-eager"]
     )
@@ -165,12 +173,13 @@ def used() -> int:
 
 
 def move(model: Any, seed: int) -> None:
-    """Change what is trained, by as much as can be seen."""
+    """Change what is trained, by as much as can be seen: an adapter by more, since it is seen through bfloat16."""
+    size = 0.3 if hasattr(model, "peft_config") else 0.05
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+                parameter += size * torch.randn(parameter.shape, generator=generator)
 
 
 @WITH_VLLM
