@@ -230,11 +230,17 @@ class Core:
         """Wait until an admitted satellite has joined the open batch.
 
         Returns:
-            False when it has not in time. True also when no batch is open: it joins the next one by itself.
+            False when it has not in time, or was lost. True also when no batch is open: it joins the next one by itself.
         """
         batch = self._batch
+
+        def lost() -> bool:
+            seat = self._seats.get(cell)
+            return seat is not None and seat.gone
+
         with batch.changed:
-            return batch.changed.wait_for(lambda: not batch.is_open or self._has_joined(cell), seconds)
+            batch.changed.wait_for(lambda: not batch.is_open or self._has_joined(cell) or lost(), seconds)
+            return not batch.is_open or self._has_joined(cell)
 
     def waiting(self) -> set[str]:
         """Return the cells whose workers are dialled in, admitted or not."""

@@ -39,6 +39,9 @@ from gyre_sdk.trainer.sharing.wire import (
 _ANSWER_S = 1.0
 """A question is answered within this, if only by `Wait`."""
 
+_STUCK = 30.0
+"""Leases that a satellite may compute without a word but its beats: what hangs in it would hold its units for ever."""
+
 _log = logging.getLogger("gyre.trainer")
 
 
@@ -96,12 +99,17 @@ class Seat:
         """Answer until the satellite is gone."""
         batch = self._batch
         try:
+            worked, longest = time.monotonic(), _STUCK * batch.lease_s
             while True:
                 message = self.line.receive(batch.lease_s)
                 if message is None:
                     raise ConnectionError(f"nothing was heard of it for {batch.lease_s:.0f} s")
+                if time.monotonic() - worked > longest and isinstance(message, Beat):
+                    raise ConnectionError(f"it is alive and did nothing for {longest:.0f} s")
                 batch.renew(self.holder)
                 self._answer(message)
+                if not isinstance(message, Beat):
+                    worked = time.monotonic()
         except (ConnectionError, LinkLost) as error:
             units = batch.release(self.holder)
             if self.inside:

@@ -30,12 +30,12 @@ from sharing_kit import (
 
 from gyre_sdk import events
 from gyre_sdk.errors import SettingsError, TrainerError
-from gyre_sdk.trainer.sharing import tensors
+from gyre_sdk.trainer.sharing import seat, tensors
 from gyre_sdk.trainer.sharing.batch import Batch
 from gyre_sdk.trainer.sharing.book import Refusal, Verdict
 from gyre_sdk.trainer.sharing.core import Collected, Core
 from gyre_sdk.trainer.sharing.satellite import Satellite
-from gyre_sdk.trainer.sharing.wire import Counted, dial
+from gyre_sdk.trainer.sharing.wire import Beat, Counted, Hello, Welcome, dial
 from gyre_sdk.trainer.units import Unit
 
 EPSILON = 1e-12
@@ -395,6 +395,29 @@ def test_a_sum_that_broke_ends_the_step() -> None:
     for end in (batch.take_own, lambda: (batch.end(), batch.collect(model))):
         with pytest.raises(RuntimeError, match="size"):
             end()
+
+
+def test_beats_alone_keep_no_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that hangs still beats, in another thread."""
+    monkeypatch.setattr(seat, "_STUCK", 2.0)
+    with Core(key=KEY, lease_s=0.2) as core:
+        line = dial(core.address, KEY, SECONDS)
+        line.send(Hello("one"))
+        assert isinstance(line.receive(SECONDS), Welcome)
+
+        def beats() -> bool:
+            line.send(Beat())
+            return line.receive(0.02) is not None
+
+        with pytest.raises(ConnectionError):
+            until(beats, "it is given up")
+        until(lambda: core.waiting() == set(), "nobody is there")
+        core.close_gate()
+        core.admit("one")
+        trainer = Trainer(core, iter(some_units(random.Random(0))))
+        assert not core.join_wait("one", 1e6)  # who is lost is not waited for
+        core.open_gate()
+        trainer.end()
 
 
 def test_who_has_another_key_or_another_base_model_is_not_let_in() -> None:
