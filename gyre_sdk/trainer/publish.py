@@ -309,6 +309,8 @@ class Publisher:
                 files = self.current
                 try:
                     with self._lock(url), Replica(url, files.version) as replica:
+                        if url in self._withdrawn:
+                            return
                         self._transport.bring(replica, files)
                         self._note(url, files)
                     if files is self.current:

@@ -489,6 +489,33 @@ def test_a_replica_is_withdrawn_in_the_middle_of_a_publication(toys: Toys) -> No
     }
 
 
+def test_a_replica_is_withdrawn_while_it_waits_to_be_caught_up(toys: Toys) -> None:
+    """Whoever is next in line for it finds that it is nobody's business any more: it may be parked by then."""
+    asked, free = threading.Event(), threading.Event()
+
+    class Held:
+        def __enter__(self) -> None:
+            asked.set()
+            assert free.wait(60)
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    toy = toys.replicas[0]
+    toys.publisher.lost(toy.url)
+    toys.publisher._locks[toy.url] = Held()  # type: ignore[assignment]
+    toys.publisher.returned(toy.url)
+    assert asked.wait(60)
+    with ThreadPoolExecutor(1) as pool:
+        withdrawn = pool.submit(toys.publisher.withdraw, toy.url, 0.0)
+        until(lambda: toy.url in toys.publisher._withdrawn, "it is withdrawn")
+        toy.asked.clear()
+        free.set()
+        withdrawn.result(60)
+    until(lambda: not toys.publisher._catching_up, "it is given up")
+    assert not toy.asked and toy.url not in toys.publisher._serving
+
+
 def test_silence_is_borne_longer_than_refusal() -> None:
     pulse = Pulse().after(Sign.SILENT, 0.0)
     assert pulse.fault(SILENT_S - 1) is None
