@@ -140,7 +140,6 @@ def settings(folder: Path, policy: Path, options: argparse.Namespace, more: Sequ
             f"engine.options={_toml(_engine_options(options))}",
             *(python if options.engine == "vllm" else []),
             f"cells.count={options.cells}",
-            "cells.link=gloo",  # NCCL refuses two ends on one GPU
             *more,
             *options.set,
         ],

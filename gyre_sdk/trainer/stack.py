@@ -273,7 +273,7 @@ class Stack:
                 key=key.encode(),
                 host=host,
                 lease_s=cells.lease_s,
-                link=cells.link,
+                link="gloo" if (cells.link, cells.launcher) == ("auto", "local") else cells.link,  # they share a GPU
                 folder=shared,
                 observer=self.observer,
             )

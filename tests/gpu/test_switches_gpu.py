@@ -244,7 +244,7 @@ def test_two_cells_that_share_a_gpu_train(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
 
     config = make_training(tmp_path)
-    more = ["cells.count=2", f"cells.policy={policy}", "cells.link=gloo", 'engine.options=["--device", "cuda"]']
+    more = ["cells.count=2", f"cells.policy={policy}", 'engine.options=["--device", "cuda"]']
     more += [f"rollout.staleness={0 if policy == 'colocate' else 1}"]
     report = finish(start(config, *(word for pair in more for word in ("--set", pair))), 900.0)
     assert report["steps"] == 3 and report["trained_tokens"] > 0

@@ -33,7 +33,7 @@ class CellsConfig(msgspec.Struct, frozen=True):
     lease_s: Seconds = 60.0
     """Seconds without a sign of life after which a cell's work is given to others."""
     link: Literal["auto", "gloo", "nccl", "files"] = "auto"
-    """How weights and gradients pass between cells. `auto`: NCCL between GPUs, else gloo."""
+    """How weights and gradients pass between cells. `auto`: NCCL between GPUs of their own (`launcher = "ray"`), else gloo."""
     launcher: Literal["local", "ray"] = "local"
     """Where cells run: on this machine, or on a Ray cluster."""
     ray_address: str | None = None

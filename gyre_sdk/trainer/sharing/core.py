@@ -21,6 +21,8 @@ from threading import Thread
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
 from gyre_sdk.errors import TrainerError
 from gyre_sdk.harness.ports import Observer
 from gyre_sdk.trainer.loss import LossSums, Totals
@@ -187,10 +189,11 @@ class Core:
             self._batch.changed.notify_all()
 
     def close_gate(self) -> None:
-        """Let the core take no further unit; return when it has none in hand."""
+        """Let the core take no further unit; return when it has none in hand, and a GPU has the memory that those took."""
         with self._batch.changed:
             self._batch.gate = False
             self._batch.changed.wait_for(lambda: not self._batch.computing)
+        torch.cuda.empty_cache()  # weights, gradients and the optimizer's state stay; nothing happens without a GPU
 
     def admit(self, cell: str) -> None:
         """Let a cell's worker join this batch and those that follow, now or when it dials in."""
