@@ -10,7 +10,7 @@ from gyre_sdk.trainer.cells.baselines import decision_of
 from gyre_sdk.trainer.cells.capacity import Counters
 from gyre_sdk.trainer.cells.load import LoadMeter
 from gyre_sdk.trainer.cells.manager import Cell, Manager
-from gyre_sdk.trainer.cells.switch import parking_of
+from gyre_sdk.trainer.cells.switch import Patience, parking_of
 from gyre_sdk.trainer.children import cell_name
 from gyre_sdk.trainer.rollouts import Rollouts
 from gyre_sdk.trainer.stack import Stack
@@ -33,6 +33,7 @@ class Crew:
         self._tokens = 0
         self._runs = 0
         decide, policy = decision_of(settings)
+        slow = max(60.0, 2 * settings.lease_s)  # a satellite's transfers, and the unit that it has in hand
         parking = parking_of(stack.config.engine.options, choose(stack.config))
         self.manager = Manager(
             [
@@ -46,6 +47,7 @@ class Crew:
             decide=decide,
             load=LoadMeter(stack.journal, lambda: stack.replicas[0]),
             drain_s=settings.drain_s,
+            patience=Patience(settings.drain_s, join_s=slow, leave_s=slow),
             runs_per_cell=settings.runs_per_cell or -(-stack.config.rollout.concurrency // settings.count),
             observer=stack.observer,
         )
