@@ -7,7 +7,6 @@ memory: that is said in the result, and shows the switches' other phases.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -105,13 +104,10 @@ def problems(options: argparse.Namespace) -> dict[str, str]:
 
 def _has_vllm(python: Path | None) -> bool:
     if python is None:
-        try:
-            return bool(importlib.metadata.version("vllm"))
-        except importlib.metadata.PackageNotFoundError:
-            return False
-    asked = "import importlib.metadata as m; m.version('vllm'); m.version('gyre-sdk')"
+        return importlib.util.find_spec("vllm") is not None
+    asked = "import sys; from importlib.util import find_spec as f; sys.exit(not (f('vllm') and f('gyre_sdk')))"
     try:
-        return subprocess.run([str(python), "-P", "-c", asked], stderr=subprocess.DEVNULL).returncode == 0
+        return subprocess.run([str(python), "-P", "-c", asked]).returncode == 0
     except OSError:
         return False
 
