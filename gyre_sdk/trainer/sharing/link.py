@@ -171,76 +171,64 @@ class _Buckets:
         """Break the pair."""
 
 
-class _Gloo(_Buckets):
+class _Pair(_Buckets):
+    """A process group of two ranks that no registry knows."""
+
+    def __init__(self, group: Any, store: Any, rank: int) -> None:
+        self._group = group
+        self._store = store
+        self._other = 1 - rank
+
+    def _put(self, bucket: Tensor) -> None:
+        self._finish(lambda group: group.send([bucket], self._other, 0))
+
+    def _take(self, bucket: Tensor) -> None:
+        self._finish(lambda group: group.recv([bucket], self._other, 0))
+
+    def _finish(self, begin: Callable[[Any], Any]) -> None:
+        group = self._group
+        if group is None:
+            raise LinkLost("the pair is broken")
+        try:
+            self._wait(begin(group))
+        except RuntimeError as error:
+            self.close()
+            raise LinkLost(f"a pair broke: {error}") from error
+
+    def _wait(self, work: Any) -> None:
+        work.wait()
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+        self._store = None
+
+
+class _Gloo(_Pair):
     def __init__(self, store: Any, rank: int, host: str, seconds: float) -> None:
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=seconds)
-        self._store = store
-        self._other = 1 - rank
-        self._group = dist.ProcessGroupGloo(store, rank, 2, options)
-
-    def _put(self, bucket: Tensor) -> None:
-        self._finish(lambda group: group.send([bucket], self._other, 0))
-
-    def _take(self, bucket: Tensor) -> None:
-        self._finish(lambda group: group.recv([bucket], self._other, 0))
-
-    def _finish(self, begin: Callable[[Any], Any]) -> None:
-        group = self._group
-        if group is None:
-            raise LinkLost("the pair is broken")
-        try:
-            begin(group).wait()
-        except RuntimeError as error:
-            self.close()
-            raise LinkLost(f"a gloo pair broke: {error}") from error
-
-    def close(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()
-        self._store = None
+        super().__init__(dist.ProcessGroupGloo(store, rank, 2, options), store, rank)
 
 
-class _Nccl(_Buckets):
+class _Nccl(_Pair):
     def __init__(self, store: Any, rank: int, host: str, seconds: float) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
+        self._seconds = seconds
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=seconds)
-        self._seconds = seconds
-        self._store = store
-        self._other = 1 - rank
-        self._group = dist.ProcessGroupNCCL(store, rank, 2, options)
+        super().__init__(dist.ProcessGroupNCCL(store, rank, 2, options), store, rank)
 
-    def _put(self, bucket: Tensor) -> None:
-        self._finish(lambda group: group.send([bucket], self._other, 0))
-
-    def _take(self, bucket: Tensor) -> None:
-        self._finish(lambda group: group.recv([bucket], self._other, 0))
-
-    def _finish(self, begin: Callable[[Any], Any]) -> None:
+    def _wait(self, work: Any) -> None:
         """Wait for the GPU too: NCCL's own wait only orders streams, and would hang with a peer that is gone."""
-        group = self._group
-        if group is None:
-            raise LinkLost("the pair is broken")
         give_up = time.monotonic() + self._seconds
-        try:
-            work = begin(group)
-            while not work.is_completed():
-                if time.monotonic() > give_up:
-                    raise RuntimeError(f"nothing passed in {self._seconds:.0f} s")
-                time.sleep(_POLL / 10)
-            work.wait()
-        except RuntimeError as error:
-            self.close()
-            raise LinkLost(f"an NCCL pair broke: {error}") from error
-
-    def close(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()
-        self._store = None
+        while not work.is_completed():
+            if time.monotonic() > give_up:
+                raise RuntimeError(f"nothing passed in {self._seconds:.0f} s")
+            time.sleep(_POLL / 10)
+        work.wait()
 
 
 class _Files(_Buckets):
