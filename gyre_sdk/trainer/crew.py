@@ -10,6 +10,7 @@ from gyre_sdk.trainer.cells.baselines import decision_of
 from gyre_sdk.trainer.cells.capacity import Counters
 from gyre_sdk.trainer.cells.load import LoadMeter
 from gyre_sdk.trainer.cells.manager import Cell, Manager
+from gyre_sdk.trainer.cells.state import CellState
 from gyre_sdk.trainer.cells.switch import Patience, parking_of
 from gyre_sdk.trainer.children import cell_name
 from gyre_sdk.trainer.rollouts import Rollouts
@@ -64,6 +65,9 @@ class Crew:
     ) -> None:
         self.manager.stop()
         self._stack.on_moved = self._alone
+        for url, (_, state) in zip(self._stack.replicas, self.manager.states().items(), strict=True):
+            if state is CellState.FAILED:  # it serves again once it answers, whoever uses the stack next
+                self._stack.publisher.returned(url, known=False)
 
     def check(self) -> None:
         """Raise when a process was given up, or the manager of cells has ended.

@@ -83,11 +83,10 @@ class Publisher:
         self._borrowed = False
 
     def connect(self, replicas: list[str], service: ServiceClient | None, *, watch: bool = False) -> None:
-        """Say where to publish to.
+        """Say where to publish to, and which proxy routes calls there.
 
         Args:
             replicas: their addresses.
-            service: the proxy that routes calls to them.
             watch: look after replicas that nobody else does: one that was started anew must not serve what it has.
         """
         self._locks = {url.rstrip("/"): threading.Lock() for url in replicas}
@@ -297,6 +296,7 @@ class Publisher:
         url = url.rstrip("/")
         with self._table:
             if not known:
+                self._withdrawn.discard(url)
                 self._locks.setdefault(url, threading.Lock())
             if url in self._catching_up or url not in self._locks or url in self._withdrawn:
                 return

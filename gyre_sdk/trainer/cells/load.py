@@ -56,7 +56,9 @@ class LoadMeter:
 
     def _look(self) -> Load:
         if not self._asked:
-            self._kv, self._asked = kv_tokens(self._url()), True
+            metrics = _metrics(self._url())
+            if metrics is not None:
+                self._kv, self._asked = parsed(metrics), True
         if self._kv is None:
             return Load()
         for call in self._journal.call_summaries(self._seen):
@@ -80,12 +82,16 @@ def kv_tokens(url: str) -> float | None:
 
     vLLM says so in `/metrics`; the embedded engine is bounded by its slots.
     """
+    metrics = _metrics(url)
+    return None if metrics is None else parsed(metrics)
+
+
+def _metrics(url: str) -> str | None:
     try:
-        text = httpx.get(f"{url}/metrics", timeout=_TIMEOUT_S).text
+        return httpx.get(f"{url}/metrics", timeout=_TIMEOUT_S).text
     except httpx.HTTPError as error:
         _log.warning("replica %s does not tell the size of its cache: %s", url, error)
         return None
-    return parsed(text)
 
 
 def parsed(metrics: str) -> float | None:

@@ -236,11 +236,13 @@ class Manager:
 
     def _leaving(self, cells: int, seen: Observation) -> list[Member]:
         """Return the next cells of the order that can leave."""
+        now = self._clock.monotonic()
         serving = [member for member in self._members if member.state is CellState.SERVING]
         if seen.water and len(self._members) > 1:
             cells = min(cells, len(serving) - 1)
         waiting = self._training.waiting() if len(self._members) > 1 else set()
-        return [member for member in serving if member.core or member.cell.name in waiting][: max(0, cells)]
+        fit = [one for one in serving if now >= one.retry_at and (one.core or one.cell.name in waiting)]
+        return fit[: max(0, cells)]
 
     def _go(self, member: Member, reason: str) -> None:
         """Take a cell to training."""
@@ -257,6 +259,7 @@ class Manager:
         except PhaseFailed as error:
             self._fail(member, str(error))
             return
+        member.retry_s = _RETRY_S[0]
         self.costs = replace(self.costs, to_train=self.costs.to_train.after(switched.seconds))
         self._measured(member, "training", switched)
 
@@ -361,7 +364,7 @@ class Manager:
             else:
                 self._fail(member, str(error))
             return
-        member.retry_s = _RETRY_S[0]
+        member.retry_at = self._clock.monotonic() + member.retry_s  # it serves so long before it trains again
 
     def _fail(self, member: Member, reason: str) -> None:
         """Take a cell out of both roles as far as that can be told to others."""
