@@ -35,9 +35,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "max_position_embeddings": 4096,
     },
-    "tiny": {},
+    "tiny": {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64},
 }
-"""`half`: the layers of Qwen3-0.6B with the tests' small vocabulary, 0.44 billion parameters. `tiny`: does it run?"""
+"""`half`: the layers of Qwen3-0.6B with the tests' small vocabulary, 0.44 billion parameters. `tiny`: does it run? Its heads
+have a size that every attention kernel of vLLM knows."""
 
 _PACKAGES = ("trl", "peft", "accelerate", "aiohttp", "openai", "renderers")
 """What a training needs beside torch and transformers."""
