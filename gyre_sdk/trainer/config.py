@@ -334,6 +334,10 @@ class TrainerConfig(msgspec.Struct, frozen=True):
             raise ValueError("cells start their own replicas: leave engine.url out, or [cells]")
         if not self.engine.publish:
             raise ValueError("cells train: set engine.publish = true, or leave [cells] out")
+        if self.policy.lora is not None and self.policy.lora.load_in_4bit:
+            raise ValueError(
+                "weights in 4 bits stay on the GPU, where replicas need the room: leave load_in_4bit or [cells] out"
+            )
         if self.train.fsdp:
             raise ValueError("train.fsdp spreads one cell over processes, and a cell is one process: leave [cells] out")
 

@@ -8,6 +8,7 @@ The core is rank 0, a satellite rank 1. Both know what passes, in which order; n
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -217,6 +218,7 @@ class _Nccl(_Pair):
     def __init__(self, store: Any, rank: int, host: str, seconds: float) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._seconds = seconds
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")  # the death of a peer breaks the pair, not us
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=seconds)
         super().__init__(dist.ProcessGroupNCCL(store, rank, 2, options), store, rank)
@@ -228,6 +230,8 @@ class _Nccl(_Pair):
             if time.monotonic() > give_up:
                 raise RuntimeError(f"nothing passed in {self._seconds:.0f} s")
             time.sleep(_POLL / 10)
+        if (error := work.exception()) is not None:
+            raise RuntimeError(str(error))
         work.wait()
 
 
