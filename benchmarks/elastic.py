@@ -1,6 +1,6 @@
 """Elastic cells against fixed ones, end to end on processors: the same training three ways, each cell on a fixed share.
 
-    python benchmarks/elastic.py [--repeats 5] [--cells 3] [--processors 0.4] [--steps 10]
+    python benchmarks/elastic.py [--repeats 5] [--cells 3] [--processors 0.25] [--steps 8]
 
 Real runs of the demo's agent with commands that take time, real proxy, embedded engines, training workers. Every cell
 is held to its share of the processors by a control group, so that a cell that waits is really idle. The arrangements are
@@ -42,10 +42,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cells", type=int, default=3)
-    parser.add_argument("--processors", type=float, default=0.4, help="share of each cell")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--processors", type=float, default=0.25, help="share of each cell")
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--groups", type=int, default=6, help="groups of a step")
-    parser.add_argument("--runs", type=int, default=6, help="runs of a group")
+    parser.add_argument("--runs", type=int, default=8, help="runs of a group")
     parser.add_argument("--only", nargs="+", help="arrangements, for example elastic async-1 colocate")
     parser.add_argument("--policy", type=Path, default=ROOT / ".gyre/quickstart/seed-0/policy", help="a warm policy")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the config")

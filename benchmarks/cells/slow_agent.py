@@ -25,7 +25,7 @@ class SlowWorkspace:
 
 
 def solve(
-    agent: Any, *, temperature: float = 1.0, median_s: float = 0.5, sigma: float = 1.2, longest_s: float = 8.0
+    agent: Any, *, temperature: float = 1.0, median_s: float = 0.1, sigma: float = 1.2, longest_s: float = 2.0
 ) -> None:
     """Work on `agent.task` as the demo's agent does, with commands of a median of `median_s` seconds, lognormal over tasks."""
     workspace = SlowWorkspace(agent.workspace, agent.task.name, median_s, sigma, longest_s)
