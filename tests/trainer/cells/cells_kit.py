@@ -42,7 +42,7 @@ time.sleep(600)
 """
 
 
-def until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> None:
+def until(condition: Callable[[], Any], what: str, seconds: float = 180.0) -> None:
     """Wait for a condition."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -17,6 +17,9 @@ from gyre_sdk.trainer.transports import Replica
 RUNS, CALLS, TOKENS, LONG = 6, 10, 16, 256
 SWITCHES = 8
 """Switches that the agents live through at least."""
+BOUND_S = 400.0
+"""Seconds that they may take on a machine that is busy with other tests."""
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +36,10 @@ def test_agents_do_not_notice_switches(served: Fleet) -> None:
     Greedy answers are those of a quiet fleet, byte for byte; nobody sees an error; nothing is recorded twice. One more
     agent makes long calls until calls were carried to another cell in the middle.
     """
+    served.events.clear()
+    policy, versions = weights(served), {served.publisher.current.version}
     quiet = converse_all(served.service, RUNS, CALLS, TOKENS)
-    check_calls(served.store, [run for run, _ in quiet], CALLS, TOKENS, {0})
-    policy, versions = weights(served), {0}
+    check_calls(served.store, [run for run, _ in quiet], CALLS, TOKENS, versions)
     ended, enough = threading.Event(), threading.Event()
 
     def publish() -> None:
@@ -53,7 +57,7 @@ def test_agents_do_not_notice_switches(served: Fleet) -> None:
 
     def before(call: int) -> None:
         if call == CALLS - 2:  # the last calls come after switches, whatever the machine's speed
-            assert enough.wait(120)
+            assert enough.wait(BOUND_S)
 
     forced = Forced([2, -1, 1, -2], live=lambda: not ended.is_set())
     hand = Hand("cell-1", "cell-2")
@@ -61,7 +65,7 @@ def test_agents_do_not_notice_switches(served: Fleet) -> None:
     with served.manager(served.cells(), hand, decide=forced, drain_s=0.0):
         watching = threading.Thread(
             target=lambda: (
-                until(lambda: served.switches() >= SWITCHES and moved(), "cells switch, and calls move", 120),
+                until(lambda: served.switches() >= SWITCHES and moved(), "cells switch, and calls move", BOUND_S),
                 enough.set(),
             )
         )
