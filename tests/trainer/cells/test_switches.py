@@ -33,8 +33,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 def test_agents_do_not_notice_switches(served: Fleet) -> None:
     """Cells go to and fro all the time, and versions with the same weights are published meanwhile.
 
-    Greedy answers are those of a quiet fleet, byte for byte; nobody sees an error; nothing is recorded twice. One more
-    agent makes long calls until calls were carried to another cell in the middle.
+    Greedy answers are those of a quiet fleet, byte for byte; nobody sees an error; nothing is recorded twice. Two more
+    agents make long calls until calls were carried to another cell in the middle.
     """
     served.events.clear()
     policy, versions = weights(served), {served.publisher.current.version}
@@ -69,7 +69,7 @@ def test_agents_do_not_notice_switches(served: Fleet) -> None:
                 enough.set(),
             )
         )
-        others = [publishing, watching, threading.Thread(target=ask_long)]
+        others = [publishing, watching, *(threading.Thread(target=ask_long) for _ in range(2))]
         for thread in others:
             thread.start()
         try:
