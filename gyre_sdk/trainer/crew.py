@@ -65,7 +65,7 @@ class Crew:
     ) -> None:
         self.manager.stop()
         self._stack.on_moved = self._alone
-        for url, (_, state) in zip(self._stack.replicas, self.manager.states().items(), strict=True):
+        for url, state in zip(self._stack.replicas, self.manager.states().values(), strict=True):
             if state is CellState.FAILED:  # it serves again once it answers, whoever uses the stack next
                 self._stack.publisher.returned(url, known=False)
 

@@ -200,7 +200,7 @@ class Stack:
         if config.engine.publish:
             importlib.import_module("gyre_sdk.trainer.trainer")  # loads torch and trl while the processes start
         for one in started:
-            one.wait()
+            one.wait()  # all of them first: one may move to another place while the others start
         self.replicas = [one.wait() for one in started] or [str(config.engine.url)]
         self.service = self._cleanup.enter_context(ServiceClient(proxy.wait(), key))
         self.publisher.connect(self.replicas, self.service, watch=not started and config.engine.publish)

@@ -6,7 +6,6 @@ The first test needs a GPU. The others need vLLM beside the training extra, and 
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,55 +58,22 @@ def make_model(folder: Path) -> Any:
 @pytest.fixture(params=["file", "nccl"])
 def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any, str, Any]]:
     """A vLLM server in float32 and a publisher to it; with NCCL they are on a GPU each."""
-    from gyre_sdk.journal import Journal
+    from gpu_kit import published
+
     from gyre_sdk.trainer.config import EngineConfig
-    from gyre_sdk.trainer.engines import vllm
-    from gyre_sdk.trainer.ledger import Ledger
-    from gyre_sdk.trainer.processes import Child, ChildSpec
-    from gyre_sdk.trainer.publish import Publisher
-    from gyre_sdk.trainer.transports import make
-    from gyre_sdk.trainer.weights import PolicyFiles, WeightFolder
 
     name = request.param
     if name == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("NCCL takes a GPU for the trainer and another one for the engine")
     model = make_model(tmp_path / "model")
-    folder = WeightFolder(tmp_path / "model", tmp_path / "out", 10_000_000)
     config = EngineConfig(
         kind="vllm",
         transport=name,
         options=["--dtype", "float32", "--skip-tokenizer-init", "--gpu-memory-utilization", "0.3"],
     )
-    with Journal(tmp_path / "store.db") as journal:
-        publisher = Publisher(
-            Ledger(journal),
-            folder,
-            PolicyFiles(0, tmp_path / "model", ""),
-            observer=lambda event: None,
-            transport=make(name, folder, tmp_path / "model", "one"),
-            patience=600.0,
-        )
-        child = Child(
-            ChildSpec(
-                "engine",
-                lambda port: vllm.command(config, publisher.current, port, transport=name),
-                "/health",
-                tmp_path / "engine.log",
-                python=Path(sys.executable),
-                environment={**vllm.ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "1" if name == "nccl" else "0"},
-                patience=vllm.PATIENCE,
-            ),
-            lambda event: None,
-        )
-        child.begin()
-        try:
-            url = child.wait()
-            publisher.connect([url], None)
-            publisher.start()
-            yield publisher, url, model
-        finally:
-            child.stop()
-            folder.remove()
+    gpu = "1" if name == "nccl" else "0"
+    with published(tmp_path, tmp_path / "model", config, gpu=gpu) as (publisher, url, _):
+        yield publisher, url, model
 
 
 @WITH_VLLM

@@ -108,62 +108,27 @@ class Served:
 
 @pytest.fixture(params=["file", "lora"])
 def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
+    from gpu_kit import published
     from training_kit import make_model
 
-    from gyre_sdk.journal import Journal
     from gyre_sdk.trainer.cells.switch import Cell, parking_of
     from gyre_sdk.trainer.config import EngineConfig, LoraConfig, PolicyConfig
-    from gyre_sdk.trainer.engines import vllm
-    from gyre_sdk.trainer.ledger import Ledger
     from gyre_sdk.trainer.policy import load_policy
-    from gyre_sdk.trainer.processes import Child, ChildSpec
-    from gyre_sdk.trainer.publish import Publisher
     from gyre_sdk.trainer.sharing.core import Core
-    from gyre_sdk.trainer.transports import make
-    from gyre_sdk.trainer.weights import PolicyFiles, WeightFolder
 
     name, base = request.param, tmp_path / "model"
     # heads of a size that every attention kernel knows
     make_model(base, hidden_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=64, initializer_range=0.1)
     lora = LoraConfig(r=8, alpha=8) if name == "lora" else None
     model = load_policy(PolicyConfig(base, lora=lora)).eval()
-    folder = WeightFolder(base, tmp_path / "out", 10_000_000)
     dtype = "bfloat16" if lora else "float32"
     options = ["--dtype", dtype, "--enable-sleep-mode", "--gpu-memory-utilization", "0.3"]
     config = EngineConfig(
         kind="vllm", transport=name, options=[*options, "--kv-cache-memory-bytes", str(CACHE), "--enforce-eager"]
     )
-    transport = make(name, folder, base, "one")
-    with Journal(tmp_path / "store.db") as journal, Core(key=b"a key of this test") as core:
-        publisher = Publisher(
-            Ledger(journal),
-            folder,
-            PolicyFiles(0, base, ""),
-            observer=lambda event: None,
-            transport=transport,
-            patience=600.0,
-        )
-        child = Child(
-            ChildSpec(
-                "engine",
-                lambda port: vllm.command(config, publisher.current, port, transport=name, rank=lora.r if lora else 0),
-                "/health",
-                tmp_path / "engine.log",
-                python=Path(sys.executable),
-                environment={**vllm.ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "0"},
-                patience=vllm.PATIENCE,
-            ),
-            lambda event: None,
-        )
-        child.begin()
-        try:
-            url = child.wait()
-            publisher.connect([url], None)
-            publisher.start()
-            yield Served(Cell("cell-0", url, parking_of(config.options, name)), publisher, core, model, transport)
-        finally:
-            child.stop()
-            folder.remove()
+    serving = published(tmp_path, base, config, rank=lora.r if lora else 0)
+    with Core(key=b"a key of this test") as core, serving as (publisher, url, transport):
+        yield Served(Cell("cell-0", url, parking_of(config.options, name)), publisher, core, model, transport)
 
 
 def used() -> int:
