@@ -196,6 +196,8 @@ class LedgerState:
     sealed: dict[str, UnitSealed] = field(default_factory=dict)
     """What is known of each unit."""
     steps: dict[int, Step] = field(default_factory=dict)
+    free: dict[str, None] = field(default_factory=dict)
+    """Groups that no step of the lineage has taken, in the order planned."""
 
     @property
     def next_version(self) -> int:
@@ -218,8 +220,12 @@ class LedgerState:
 
     def unused(self) -> list[str]:
         """Return groups that no step of the lineage has taken, in the order planned."""
-        taken = {group for step in self.steps.values() for group in step.groups}
-        return [group for group in self.groups if group not in taken]
+        return list(self.free)
+
+    def release(self, groups: Iterable[str]) -> None:
+        """Note that groups were not taken after all."""
+        back = {*self.free, *groups}
+        self.free = dict.fromkeys(group for group in self.groups if group in back)
 
 
 def apply(state: LedgerState, item: Item) -> None:
@@ -240,6 +246,7 @@ def apply(state: LedgerState, item: Item) -> None:
             before = State.PLANNED if group in state.groups or index != state.next_group else State.ABSENT
             advance("group_planned", before, f"group {group} at index {index}")
             state.groups[group] = Group(index, task, members)
+            state.free[group] = None
         case GroupClosed(group):
             planned = state.groups.get(group)
             before = State.ABSENT if planned is None else State.CLOSED if planned.closed else State.PLANNED
@@ -249,13 +256,14 @@ def apply(state: LedgerState, item: Item) -> None:
             state.units[unit] = advance("unit_sealed", state.units.get(unit, State.ABSENT), f"unit {unit}")
             state.sealed[unit] = item
         case StepStarted(step, groups):
-            free = set(state.unused())
             for group in groups:
-                if group not in free:
+                if group not in state.free:
                     raise TrainerError(f"the ledger refuses step {step}: group {group} is used or was never planned")
             before = State.ABSENT if step == len(state.steps) + 1 and step not in state.steps else State.STARTED
             advance("step_started", before, f"step {step}")
             state.steps[step] = Step(groups)
+            for group in groups:
+                state.free.pop(group, None)
         case StepCommitted(step, units, metrics):
             kept = state.steps.get(step)
             after = advance("step_committed", kept.state if kept else State.ABSENT, f"step {step}")
@@ -277,6 +285,7 @@ def apply(state: LedgerState, item: Item) -> None:
             for voided in sorted(number for number in state.steps if number > step):
                 kept = state.steps.pop(voided)
                 advance("step_voided", kept.state, f"step {voided}")
+                state.release(kept.groups)
                 for unit in kept.units:
                     state.units[unit] = advance("unit_voided", state.units[unit], f"unit {unit}")
 
