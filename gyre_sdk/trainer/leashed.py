@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
-__all__ = ["STOP_TIMEOUT", "Leashed", "Process"]
+__all__ = ["STOP_TIMEOUT", "Inheritance", "Leashed", "Process"]
 
 STOP_TIMEOUT = 10.0
 """Seconds between the polite signal and the one that ends what is left."""
@@ -22,6 +26,20 @@ _PLACE = (
 """Variables that tell a process its place among others; not for its children."""
 
 _log = logging.getLogger("gyre.trainer")
+
+
+@dataclass(frozen=True, slots=True)
+class Inheritance:
+    """How a successor of this process takes over a child (`orphan.py`)."""
+
+    listening: socket.socket
+    """Where the successor connects; closed here once the child has it."""
+    key: str
+    """That the successor shows."""
+    seconds: float
+    """How long the child waits for it."""
+    record: Path
+    """File without which nobody would find the child: it ends when that is gone."""
 
 
 class Process(Protocol):
@@ -52,6 +70,7 @@ class Leashed:
         python: what runs it, with gyre-sdk installed; None: what runs this process.
         environment: added to this process's.
         folder: where it runs; None: here.
+        inheritance: how it is taken over when this process was killed; None: it ends with this process.
 
     Raises:
         OSError: it could not be started.
@@ -65,19 +84,25 @@ class Leashed:
         python: Path | None = None,
         environment: Mapping[str, str] | None = None,
         folder: Path | None = None,
+        inheritance: Inheritance | None = None,
     ) -> None:
         # `-P`: another environment takes nothing from the folder we are in, such as the metadata of a checkout
         runs = [sys.executable] if python is None else [str(python), "-P"]
+        inherited = () if inheritance is None else (inheritance.listening.fileno(),)
+        linger = [word for descriptor in inherited for word in ("--linger", str(descriptor))]
         self.process = subprocess.Popen(
-            [*runs, "-m", "gyre_sdk.trainer.leash", *arguments],
+            [*runs, "-m", "gyre_sdk.trainer.leash", *linger, *arguments],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=inherited,
             cwd=folder,
             env={name: value for name, value in os.environ.items() if name not in _PLACE} | dict(environment or {}),
         )
         self.pid = self.process.pid
+        if inheritance is not None:
+            self._bequeath(inheritance)
 
     def ended(self) -> str | None:
         """Return what the process ended with, `signal SIGKILL` or `exit status 3`, or None while it runs."""
@@ -109,6 +134,14 @@ class Leashed:
         except subprocess.TimeoutExpired:
             _log.warning("process %d did not end in %.0f s and is killed", self.pid, STOP_TIMEOUT)
         self.kill()
+
+    def _bequeath(self, inheritance: Inheritance) -> None:
+        """Tell the watcher what it waits for."""
+        said = {"key": inheritance.key, "seconds": inheritance.seconds, "record": str(inheritance.record.resolve())}
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it ended already
+            self.process.stdin.write(json.dumps(said).encode() + b"\n")
+            self.process.stdin.flush()
 
     def _signal(self, number: signal.Signals) -> None:
         try:

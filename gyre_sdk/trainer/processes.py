@@ -3,14 +3,20 @@
 A child runs on a leash (`leash.py`), in its own process group, with its output in a log file. It is ready when it
 prints its ready line, which names its URL, or answers its health check. One that dies is started again on the same
 port, so that the retries of agents reach it, at most `RESTARTS` times in `WINDOW` seconds.
+
+One that may linger (`lingering.py`) outlives this process for a while when that is killed. The successor's `Child` of the
+same name and specification takes it over in place of starting it: same process, same URL.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import re
 import socket
+import sys
 import threading
 import time
 import urllib.request
@@ -23,11 +29,16 @@ from gyre_sdk.errors import TrainerError
 from gyre_sdk.events import ProcessRestarted
 from gyre_sdk.harness.ports import Observer
 from gyre_sdk.trainer.leashed import Leashed, Process
+from gyre_sdk.trainer.lingering import Berth, Linger
 
 RESTARTS = 5
 WINDOW = 60.0
 _READY_TIMEOUT = 180.0
 _POLL = 0.05
+_FIT_TIMEOUT = 30.0
+"""Seconds that a process which is taken over may take to show that it is fit."""
+_INHERITED = re.compile(r"(GYRE|PYTHON|CUDA|NVIDIA|NCCL|GLOO|VLLM|TORCH|HF|TRANSFORMERS|OMP|MKL|LD)|(PATH|TMPDIR)$")
+"""Variables of this process's environment that say what a child is; others may differ from terminal to terminal."""
 
 _log = logging.getLogger("gyre.trainer")
 
@@ -54,6 +65,20 @@ class ChildSpec:
     """Called with the URL when one that was ready has died, before it is started again."""
     on_ready: Callable[[str], None] = lambda url: None
     """Called with the URL after every start but the first, before the child counts as ready."""
+    linger: Linger | None = None
+    """How it outlives this process when that is killed; None: it does not."""
+    about: str = ""
+    """What it depends on besides its command and environment, such as a digest of the settings in a file."""
+    fit: Callable[[str], bool] = lambda url: True
+    """Asked with the URL of one that is to be taken over, until it says so; else that is ended, and another started."""
+
+    def specification(self) -> str:
+        """Return a digest of what is started: two with the same are the same."""
+        environment = {name: value for name, value in os.environ.items() if _INHERITED.match(name)}
+        environment |= self.environment
+        said = [str(self.python or sys.executable), str(Path.cwd()), self.command(self.port), self.about]
+        text = json.dumps([*said, sorted(environment.items()), self.linger.seconds if self.linger else 0.0])
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 class _Here(Leashed):
@@ -61,17 +86,28 @@ class _Here(Leashed):
 
     address = "127.0.0.1"
 
-    def __init__(self, spec: ChildSpec, port: int) -> None:
+    def __init__(self, spec: ChildSpec, port: int, berth: Berth | None) -> None:
         self.port = port or (_free_port() if spec.ready.startswith("/") else 0)  # one that announces nothing is told
-        with spec.log.open("ab") as log:
-            super().__init__(spec.command(self.port), log, python=spec.python, environment=spec.environment)
+        inheritance = berth.open() if berth is not None else None
+        try:
+            with spec.log.open("ab") as log:
+                super().__init__(
+                    spec.command(self.port),
+                    log,
+                    python=spec.python,
+                    environment=spec.environment,
+                    inheritance=inheritance,
+                )
+        finally:
+            if inheritance is not None:
+                inheritance.listening.close()
 
 
 class Child:
     """One supervised process. `begin` starts it, `wait` waits until it is ready, `stop` ends all that it started.
 
     Args:
-        start: starts the process that a spec says, with a port, or 0 for any; may be elsewhere than here.
+        start: starts the process that a spec says, with a port, or 0 for any, elsewhere than here; nothing lingers then.
         poll: seconds between two looks at it.
     """
 
@@ -79,12 +115,15 @@ class Child:
         self,
         spec: ChildSpec,
         observer: Observer,
-        start: Callable[[ChildSpec, int], Process] = _Here,
+        start: Callable[[ChildSpec, int], Process] | None = None,
         poll: float = _POLL,
     ) -> None:
         self.spec = spec
         self.url = ""
+        self.adopted = False
+        """Whether the process was there before this one; known once it is ready, and false again once it has died."""
         self._start = start
+        self._berth: Berth | None = None
         self._poll = poll
         self._observer = observer
         self._port = spec.port
@@ -138,7 +177,10 @@ class Child:
     def _supervise(self) -> None:
         deaths: deque[float] = deque(maxlen=RESTARTS)
         try:
-            self._launch()
+            if self.spec.linger is not None and self._start is None:
+                self._berth = self.spec.linger.berth(self.spec.name, self.spec.specification())
+            if not self._take_over():
+                self._launch()
             self._started.set()
             while not self._stopping.wait(self._poll):
                 assert self._process is not None
@@ -153,6 +195,7 @@ class Child:
                     )
                 _log.warning("the %s ended with %s and is started again", self.spec.name, reason)
                 self._end_group()
+                self.adopted = False
                 self.spec.on_death(self.url)
                 if not self._launch(again=True):
                     continue  # it died while it started: counted like any other death
@@ -166,13 +209,44 @@ class Child:
         finally:
             self._started.set()
             self._end_group()
+            if self._berth is not None:
+                self._berth.clear()
+
+    def _take_over(self) -> bool:
+        """Take over the process that an earlier trainer left; what is not the same, or not fit, is ended."""
+        found = self._berth.board() if self._berth is not None else None
+        if found is None or self._berth is None:
+            return False
+        record, self._process = found
+        same = bool(record.url) and record.specification == self._berth.specification
+        if same and self._shows_fit(record.url):
+            self.url, self._port, self.adopted = record.url, record.port, True
+            _log.info("the %s of an earlier start goes on as process %d", self.spec.name, self.pid)
+            return True
+        why = "does not answer as it should" if same else "was started differently, or was not ready"
+        _log.info("the %s of an earlier start %s and is replaced", self.spec.name, why)
+        self._end_group()
+        return False
+
+    def _shows_fit(self, url: str) -> bool:
+        process, give_up = self._process, time.monotonic() + _FIT_TIMEOUT
+        assert process is not None
+        while process.ended() is None and time.monotonic() < give_up:
+            if self.spec.fit(url):
+                return True
+            if self._stopping.wait(_POLL):
+                break
+        return False
 
     def _launch(self, *, again: bool = False) -> bool:
         """Start the process and wait until it is ready; False when it died before, and it is not the first start."""
         self.spec.log.parent.mkdir(parents=True, exist_ok=True)
         with self.spec.log.open("ab") as log:
             seen = log.seek(0, os.SEEK_END)
-        self._process = self._start(self.spec, self._port)
+        if self._start is not None:
+            self._process = self._start(self.spec, self._port)
+        else:
+            self._process = _Here(self.spec, self._port, self._berth)
         url = self._wait_ready(seen, again)
         if url is None:
             return False
@@ -180,6 +254,8 @@ class Child:
         found = re.search(r":(\d+)$", url)
         if found:
             self._port = int(found.group(1))
+        if self._berth is not None:
+            self._berth.ready(url, self._port)
         return True
 
     def _wait_ready(self, seen: int, again: bool) -> str | None:
