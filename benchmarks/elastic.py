@@ -68,7 +68,10 @@ def main() -> None:
                 done = subprocess.run([*command, "--seed", str(repeat)], check=True, stdout=subprocess.PIPE, text=True)
             measured = json.loads(done.stdout.splitlines()[-1])
             found[name].append(measured)
-            print(f"{repeat} {name}: {measured['seconds']:.1f} s, rewards {measured['rewards']}", flush=True)
+            print(
+                f"{repeat} {name}: {measured['seconds']:.1f} s, cells busy {measured['busy']}, rewards {measured['rewards']}",
+                flush=True,
+            )
         if options.json:
             options.json.write_text(json.dumps(found, indent=1))
     print(table(found))
@@ -137,9 +140,10 @@ def one(options: argparse.Namespace) -> dict[str, Any]:
             if what in ("replica", "worker"):
                 quotas.hold(int(cell.removeprefix("cell-")), pid)
         quotas.hold_this_thread(0)
-        began = time.monotonic()
+        before, began = quotas.used(), time.monotonic()
         train(config, stack=stack)
         seconds = time.monotonic() - began
+        busy = [(now - then) / (options.processors * seconds) for now, then in zip(quotas.used(), before, strict=True)]
         rewards = [
             round(kept.metrics["reward"], 3) if "reward" in kept.metrics else None
             for _, kept in sorted(stack.ledger.state.steps.items())
@@ -152,6 +156,7 @@ def one(options: argparse.Namespace) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
     return {
         "seconds": round(seconds, 2),
+        "busy": [round(share, 2) for share in busy],
         "rewards": [reward for reward in rewards if reward is not None],
         "units": shares,
         "switches": len(switches),
