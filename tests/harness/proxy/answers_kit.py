@@ -71,15 +71,30 @@ class Vocabulary:
         return one(tokens) if isinstance(tokens, str) else [one(token) for token in tokens]
 
 
+_MORE = (
+    *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜latest_reminder｜>"),
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+    *("<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
+    *("<｜tool▁sep｜>", "｜DSML｜", "<｜action｜>", "<｜query｜>", "<｜authority｜>", "<｜domain｜>", "<｜title｜>"),
+    *("<｜read_url｜>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+    *("<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "[EOS]", "[BOS]"),
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"),
+    *("<|tool_call_argument_begin|>", "<|media_begin|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>"),
+    *("]~!b[", "]~b]", "[e~[", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    *("<|end_of_text|>", "<|eom_id|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"),
+)
+_MORE_PLAIN = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<minimax:tool_call>", "</minimax:tool_call>")
+
+
 @cache
-def small() -> Vocabulary:
-    """Bytes, and the control tokens of Qwen's families."""
+def small(every: bool = False) -> Vocabulary:
+    """Bytes, and the control tokens of Qwen's families; or of every family."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: at for at, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in (*_SPECIAL, *_VISION)])
-    tokenizer.add_tokens([AddedToken(text, special=False) for text in _PLAIN])
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in (*_SPECIAL, *_VISION, *_MORE * every)])
+    tokenizer.add_tokens([AddedToken(text, special=False) for text in (*_PLAIN, *_MORE_PLAIN * every)])
     return Vocabulary(tokenizer)
 
 
@@ -90,8 +105,8 @@ def _real() -> Vocabulary | None:
 
 
 def vocabulary(name: str) -> Vocabulary:
-    """Return a vocabulary by name, `small` or `qwen3`; skips where the real one is missing."""
-    found = small() if name == "small" else _real()
+    """Return a vocabulary by name, `small`, `every` or `qwen3`; skips where the real one is missing."""
+    found = small(name == "every") if name != "qwen3" else _real()
     if found is None:
         pytest.skip(f"{SHARED}/data/tokenizers/qwen3/tokenizer.json.gz is missing: the real Qwen3 vocabulary")
     return found

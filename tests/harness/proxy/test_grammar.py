@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gyre_sdk.errors import ProtocolError
-from gyre_sdk.harness.proxy.answers import BodyKind, Format, Thinking, make_parser
+from gyre_sdk.harness.proxy.answers import WAYS, BodyKind, Format, Thinking, make_parser
 from gyre_sdk.harness.proxy.dialects.canonical import Answer, ModelRequest, ToolChoice
 from gyre_sdk.harness.proxy.render.grammar import constraint, field_refused
 from gyre_sdk.records import Sampling
@@ -28,6 +29,14 @@ TOOLS = (
     {"type": "function", "function": {"name": "leave"}},
 )
 STOP = 0x110000
+PARAMETERS = {
+    "qwen_xml": "<parameter={key}>\n{item}\n</parameter>",
+    "glm_xml": "<arg_key>{key}</arg_key>\n<arg_value>{item}</arg_value>",
+    "minimax_xml": '<parameter name="{key}">{item}</parameter>',
+    "deepseek_xml": '<｜DSML｜parameter name="{key}" string="{text}">{item}</｜DSML｜parameter>',
+}
+WAY_OF = {form.body: form for form in WAYS.values()}
+FORCED = [body for body in BodyKind if body not in (BodyKind.TYPED, BodyKind.LISTED)]
 
 
 class Letters:
@@ -49,6 +58,8 @@ def written(draw: st.DrawFn, tag: dict[str, Any]) -> str:
                 text = draw(st.text(st.sampled_from('ab <>/{}\n"'), max_size=9) | st.just("<tool_call>{}</tool_call>"))
                 return "" if any(bad in text for bad in tag["excludes"]) else text
             case "regex":
+                if tag["pattern"] == "[0-9]{1,3}":
+                    return str(draw(st.integers(0, 999)))
                 assert tag["pattern"] == r"\n{0,2}"
                 return draw(st.sampled_from(["", "\n", "\n\n"]))
             case "tag":
@@ -71,9 +82,11 @@ def written(draw: st.DrawFn, tag: dict[str, Any]) -> str:
     def value(tag: dict[str, Any]) -> str:
         kinds = tag["json_schema"].get("properties", {})
         found = {key: draw(st.sampled_from(kind["enum"])) for key, kind in kinds.items()}
-        if tag.get("style") != "qwen_xml":
+        style = tag.get("style")
+        if style is None:
             return json.dumps(found, indent=draw(st.sampled_from([None, 2])))
-        return "\n".join(f"<parameter={key}>\n{item}\n</parameter>" for key, item in found.items())
+        kinds_ = {key: "true" if isinstance(item, str) else "false" for key, item in found.items()}
+        return "\n".join(PARAMETERS[style].format(key=key, item=item, text=kinds_[key]) for key, item in found.items())
 
     return write(tag)
 
@@ -83,7 +96,7 @@ def asked(**more: Any) -> ModelRequest:
 
 
 def form_of(body: BodyKind) -> Format:
-    return Format(frozenset({STOP}), body=body)
+    return replace(WAY_OF[body], stop_ids=frozenset({STOP}))
 
 
 def grammar(request: ModelRequest, form: Format, thinking: Thinking) -> dict[str, Any]:
@@ -95,11 +108,10 @@ def grammar(request: ModelRequest, form: Format, thinking: Thinking) -> dict[str
 
 
 def parse(text: str, request: ModelRequest, form: Format, thinking: Thinking, cuts: Any) -> Answer:
-    prompt = {
-        Thinking.OPEN: "<|im_start|>assistant\n<think>\n",
-        Thinking.FREE: "<|im_start|>assistant\n",
-        Thinking.OVER: "<|im_start|>assistant\n<think>\n\n</think>\n\n",
-    }[thinking]
+    prompt = (
+        form.turn
+        + {Thinking.OPEN: "\n<think>\n", Thinking.FREE: "\n", Thinking.OVER: "\n<think>\n\n</think>\n\n"}[thinking]
+    )
     parser = make_parser(
         Letters(),
         format=form,
@@ -129,7 +141,7 @@ def fits(call: Any) -> bool:
 @RELAXED
 @given(
     st.data(),
-    st.sampled_from(list(BodyKind)),
+    st.sampled_from(FORCED),
     st.sampled_from(list(Thinking)),
     st.sampled_from([(ToolChoice.REQUIRED, True), (ToolChoice.REQUIRED, False), (ToolChoice.NAMED, True)]),
     CUTS,
@@ -149,7 +161,7 @@ def test_a_forced_answer_is_calls(
 
 
 @RELAXED
-@given(st.data(), st.sampled_from(list(BodyKind)), st.sampled_from(list(Thinking)), st.booleans(), CUTS)
+@given(st.data(), st.sampled_from(FORCED), st.sampled_from(list(Thinking)), st.booleans(), CUTS)
 def test_an_answer_by_a_schema(data: st.DataObject, body: BodyKind, thinking: Thinking, tools: bool, cuts: Any) -> None:
     """After thinking comes what the schema allows, or a call where tools may be called as well."""
     form = form_of(body)
@@ -178,6 +190,8 @@ def test_what_cannot_be_forced_is_refused() -> None:
     for request, form in (
         (asked(tool_choice=ToolChoice.REQUIRED), None),
         (ModelRequest("chat", "m", (), (), Sampling(), {}, tool_choice=ToolChoice.REQUIRED), form_of(BodyKind.JSON)),
+        (asked(tool_choice=ToolChoice.REQUIRED), form_of(BodyKind.TYPED)),
+        (asked(tool_choice=ToolChoice.REQUIRED), form_of(BodyKind.LISTED)),
     ):
         with pytest.raises(ProtocolError, match="tool_choice") as refused:
             constraint(request, form, Thinking.FREE, 64)

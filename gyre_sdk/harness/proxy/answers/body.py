@@ -15,6 +15,8 @@ class Standing(StrEnum):
     """It is one: its name and the start of its arguments are known."""
     TEXT = "text"
     """It is none: what was read is text, and so is what follows."""
+    NOTHING = "nothing"
+    """It is neither: what separates calls, or ends a list of them."""
 
 
 class Body(ABC):
@@ -23,8 +25,10 @@ class Body(ABC):
     standing: Standing = Standing.OPEN
     name: str = ""
     """Of the tool, once the standing is `CALL`."""
+    over: bool = False
+    """Whether the block ended by itself, before any closing tag."""
     surplus: str = ""
-    """With the standing `TEXT`: the end of the last text fed, which was not looked at."""
+    """With the standing `TEXT`, or once it is over: the end of the last text fed, which was not looked at."""
 
     @abstractmethod
     def feed(self, text: str) -> str:
@@ -32,7 +36,11 @@ class Body(ABC):
 
     @abstractmethod
     def finish(self, closed: bool) -> str:
-        """Return the rest of the arguments. `closed`: the closing tag was written, nothing was cut off.
+        """Return the rest of the arguments. `closed`: the block ended as it should, nothing was cut off.
 
         Settles the standing: what is still open then is text.
         """
+
+    def follow(self) -> Body | None:
+        """Return the reader of what comes behind a block that is over, if that may be a call without a tag."""
+        return None

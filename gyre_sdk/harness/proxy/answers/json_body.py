@@ -20,7 +20,7 @@ _ESCAPE = re.compile(r"u[0-9a-fA-F]{4}|[^u]", re.DOTALL)
 _LONE = re.compile("[\ud800-\udfff]")
 
 
-class _Raw:
+class RawValue:
     """Finds the end of one JSON value and passes its text on as written."""
 
     def __init__(self, first: str) -> None:
@@ -137,7 +137,7 @@ class JsonBody(Body):
         self._expect = "open"
         self._text = ""
         self._key = ""
-        self._value: _Raw | _Decoded | None = None
+        self._value: RawValue | _Decoded | None = None
         self._named = self._argued = self._first = False
         self._early: list[str] = []
         self._tail: list[str] = []
@@ -225,7 +225,7 @@ class JsonBody(Body):
         if self._key == "name" and not self._named:
             return self._take_name(head, out)
         argues = self._key in self._argument_keys and not self._argued
-        self._value = _Decoded() if argues and head == '"' else _Raw(head)
+        self._value = _Decoded() if argues and head == '"' else RawValue(head)
         if argues:
             self._argued = True
             if self._named:

@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from gyre_sdk.harness.proxy.answers.body import Body
 from gyre_sdk.harness.proxy.answers.deltas import Deltas
 from gyre_sdk.harness.proxy.answers.detokenize import Detokenizer, Pieces, pieces_of
-from gyre_sdk.harness.proxy.answers.formats import BodyKind, Format, Thinking
-from gyre_sdk.harness.proxy.answers.json_body import JsonBody
+from gyre_sdk.harness.proxy.answers.formats import Format, Thinking
+from gyre_sdk.harness.proxy.answers.readers import reader_of
 from gyre_sdk.harness.proxy.answers.scanner import Scanner
 from gyre_sdk.harness.proxy.answers.stops import StopWatch
-from gyre_sdk.harness.proxy.answers.xml_body import XmlBody, text_parameters
 from gyre_sdk.harness.proxy.dialects.canonical import Answer, Delta, ToolChoice
 from gyre_sdk.harness.proxy.dialects.history import Ids
 
@@ -147,21 +145,43 @@ def make_parser(
     """
     pieces = pieces_of(tokenizer)
     deltas = Deltas()
-    texts = text_parameters(tools) if format.body is BodyKind.XML else {}
-
-    def body() -> Body:
-        return XmlBody(texts) if format.body is BodyKind.XML else JsonBody(format.argument_keys)
-
     scanner = Scanner(
         deltas,
         format.think,
         None if choice is ToolChoice.NONE else format.call,
-        body,
+        reader_of(format, tools),
+        wrap=format.wrap,
+        bare=format.bare and bool(tools),
         thinking=thinking_after(tokenizer, format, prompt_tail) is Thinking.OPEN,
         name=name,
         parallel=parallel,
     )
     return _StreamParser(TextFlow(pieces, format.stop_ids, stops), scanner, deltas)
+
+
+def read_text(format: Format, text: str, tools: Sequence[Mapping[str, Any]]) -> Answer:
+    """Return what a whole text says, without thinking.
+
+    Args:
+        format: how the model writes.
+        text: an answer, up to the token that ended it.
+        tools: as in the request.
+    """
+    deltas = Deltas()
+    scanner = Scanner(
+        deltas,
+        None,
+        format.call,
+        reader_of(format, tools),
+        wrap=format.wrap,
+        bare=format.bare and bool(tools),
+        thinking=False,
+        name="",
+        parallel=True,
+    )
+    scanner.feed(text)
+    scanner.finish()
+    return deltas.answer()
 
 
 def thinking_after(tokenizer: Any, format: Format, prompt: Sequence[int] | Ids) -> Thinking:
@@ -172,15 +192,19 @@ def thinking_after(tokenizer: Any, format: Format, prompt: Sequence[int] | Ids) 
         format: how the model writes.
         prompt: ids of the prompt or of its end.
     """
+    if format.think is None:
+        return Thinking.OVER
     pieces = pieces_of(tokenizer)
     opening, closing = format.think
     count = _TAIL
     while True:
-        _, turn, text = pieces.decode(np.asarray(prompt[-count:]).tolist()).rpartition(format.turn)
+        shown = pieces.decode(np.asarray(prompt[-count:]).tolist())
+        _, turn, text = shown.rpartition(format.turn)
         if turn:
-            if not text.lstrip().startswith(opening):
-                return Thinking.FREE
+            text = (text.rpartition(format.resumed)[2] if format.resumed else text).strip()
+            if not text.startswith(opening):
+                return Thinking.OVER if text == closing else Thinking.FREE
             return Thinking.OVER if closing in text else Thinking.OPEN
         if count >= min(len(prompt), _LONGEST_TAIL):
-            return Thinking.OPEN if text.rfind(opening) > text.rfind(closing) else Thinking.FREE
+            return Thinking.OPEN if shown.rfind(opening) > shown.rfind(closing) else Thinking.FREE
         count *= 4

@@ -2,7 +2,8 @@
 
 Reasoning is the first thing in an answer, or was opened by the prompt, and its first closing tag ends it for good. A
 tool call block that opens inside it counts only if no closing tag follows, so text from there waits. A block becomes
-a tool call when its name and the start of its arguments are known; until then it may turn out to be content.
+a tool call when its name and the start of its arguments are known; until then it may turn out to be content. A block
+that no tag closes ends with its JSON, with the next block or with the answer.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ class Scanner:
     def __init__(
         self,
         out: Deltas,
-        think: tuple[str, str],
+        think: tuple[str, str] | None,
         call: tuple[str, str] | None,
         body: Callable[[], Body],
         *,
+        wrap: tuple[str, ...] = (),
+        bare: bool = False,
         thinking: bool,
         name: str,
         parallel: bool,
@@ -33,14 +36,17 @@ class Scanner:
 
         Args:
             out: where the deltas go.
-            think: tags around reasoning.
+            think: tags around reasoning; None for a model that writes none.
             call: tags around a tool call block; None leaves all blocks in the text.
             body: makes the reader of a block's body.
+            wrap: tags around all blocks, left out of the text.
+            bare: whether an answer that begins with a brace is a block without tags.
             thinking: whether the prompt opened reasoning.
             name: of the answer, for the ids of tool calls.
             parallel: whether tool calls after the first are kept.
         """
         self._out, self._think, self._call, self._new_body = out, think, call, body
+        self._wrap, self._bare = wrap if call else (), bare and call is not None
         self._name, self._parallel = name, parallel
         self._reasoning, self._content = Trimmed(Part.REASONING, out), Trimmed(Part.CONTENT, out)
         self._text = ""
@@ -67,11 +73,12 @@ class Scanner:
                 self._draft, self._read = [], self._read_content
                 self.feed(draft + rest)
             elif self._block:
+                body = self._body
                 self._to_body(rest)
-                if self._block:
-                    self._end_block(closed=False)
+                if _ended(body):
+                    self.feed(body.surplus)
                 else:
-                    self.feed(self._body.surplus)
+                    self._end_block(closed=False)
             elif self._read == self._read_reasoning:
                 self._reasoning.put(rest)
             else:
@@ -79,6 +86,15 @@ class Scanner:
 
     def _read_start(self) -> bool:
         head = self._text.lstrip()
+        if self._bare and not head:
+            return False
+        if self._bare and head[0] == "{":
+            self._text = head
+            self._open_block("")
+            return True
+        if self._think is None:
+            self._read = self._read_content
+            return True
         opening = self._think[0]
         if head.startswith(opening):
             self._text, self._read = head[len(opening) :], self._read_reasoning
@@ -90,16 +106,18 @@ class Scanner:
         return True
 
     def _read_reasoning(self) -> bool:
-        tags = (*self._think, *(self._call or ())[:1])
-        tag = self._up_to(tags, self._reasoning.put)
+        assert self._think is not None
+        blocks = (self._call[0], *self._wrap) if self._call else ()
+        tag = self._up_to((*self._think, *blocks), self._reasoning.put)
         if tag == self._think[1]:
             self._read = self._read_content
-        elif self._call and tag == self._call[0]:
+        elif tag in blocks:
             self._draft = [tag]
             self._read = self._read_draft
         return bool(tag)
 
     def _read_draft(self) -> bool:
+        assert self._think is not None
         tag = self._up_to(self._think[1:], self._draft.append)
         if not tag:
             return False
@@ -112,20 +130,25 @@ class Scanner:
             self._content.put(self._text)
             self._text = ""
             return False
-        tag = self._up_to(self._call[:1], self._content.put)
-        if tag:
-            self._block, self._body, self._begun = [tag], self._new_body(), False
-            self._read = self._read_block
+        tag = self._up_to((self._call[0], *self._wrap), self._content.put)
+        if tag == self._call[0]:
+            self._open_block(tag)
         return bool(tag)
+
+    def _open_block(self, tag: str) -> None:
+        self._block, self._body, self._begun = [tag], self._new_body(), False
+        self._read = self._read_block
 
     def _read_block(self) -> bool:
         assert self._call is not None
-        tag = self._up_to(self._call[1:], self._to_body)
-        if not self._block:  # it turned into content on the way here
-            self._text = self._body.surplus + tag + self._text
+        body, (opening, closing) = self._body, self._call
+        tag = self._up_to((closing or opening,), self._to_body)
+        if _ended(body):  # on the way here
+            self._text = body.surplus + tag + self._text
             return True
         if tag:
             self._end_block(closed=True)
+            self._text = self._text if closing else tag + self._text
         return bool(tag)
 
     def _up_to(self, tags: tuple[str, ...], put: Callable[[str], None]) -> str:
@@ -149,6 +172,12 @@ class Scanner:
             raw = "".join(self._block)
             self._content.put(raw[: len(raw) - len(body.surplus)])
             self._block, self._read = [], self._read_content
+        if body.over:
+            self._end_block(closed=True)
+            follow = body.follow()
+            if follow is not None:
+                self._block, self._body, self._begun = [""], follow, False
+                self._read = self._read_block
 
     def _begin_call(self) -> None:
         self._block = self._block[:1]
@@ -173,7 +202,12 @@ class Scanner:
             self._begin_call()
             self._arguments(arguments)
             self._calls += 1
-        else:
+        elif self._body.standing is Standing.TEXT:
             assert self._call is not None
             self._content.put("".join(self._block) + (self._call[1] if closed else ""))
         self._block, self._read = [], self._read_content
+
+
+def _ended(body: Body) -> bool:
+    """Tell whether a block ended by itself, as text or behind its last brace."""
+    return body.over or body.standing is Standing.TEXT

@@ -11,11 +11,11 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gyre_sdk.errors import RenderError
-from gyre_sdk.harness.proxy.answers import BodyKind, Format
+from gyre_sdk.harness.proxy.answers import WAYS, Format
 from gyre_sdk.harness.proxy.render.formats import AnswerFormat, ReadAnswer
 from gyre_sdk.harness.proxy.render.tokenizer import Codec, Span
 
@@ -164,14 +164,14 @@ class ChatTemplate:
 
     def live_format(self) -> Format | None:
         """Return the format for a live parser; None where answers must be read whole."""
-        kind = {"hermes": BodyKind.JSON, "xml": BodyKind.XML}.get(self.form.calls or "")
+        way = WAYS.get(self.form.calls or "")
         prompts = [self._try(_CALLING[:1], [], self.style, opened=opened) for opened in (False, True)]
         turn = prompts[1].removeprefix(prompts[0])
         for tag in self.form.think or ():
             turn = turn.replace(tag, "")
-        if kind is None or self.form.think is None or not turn.strip():
+        if way is None or not (turn.strip() or self.form.think is None):
             return None
-        return Format(frozenset(self._stop_ids), think=self.form.think, body=kind, turn=turn.strip())
+        return replace(way, stop_ids=frozenset(self._stop_ids), think=self.form.think, turn=turn.strip())
 
     def parse_response(
         self, token_ids: list[int], *, tools: Sequence[Wire] | None = None, prompt_ids: Sequence[int] | None = None

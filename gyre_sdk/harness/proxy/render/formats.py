@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from gyre_sdk.harness.proxy.answers import NUMBERED_SEPARATOR, WAYS, read_text
+
 _HERMES, _HERMES_END = "<tool_call>", "</tool_call>"
 _MISTRAL, _PYTHON = "[TOOL_CALLS]", "<|python_tag|>"
 _DEEPSEEK, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -138,14 +140,29 @@ def _read_llama(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, lis
     return "", [_json_call(text, body)]
 
 
+def _read_as(way: str) -> Reader:
+    """Return the reader of a way that live parsers know."""
+
+    def read(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ReadCall]]:
+        answer = read_text(WAYS[way], text, tools)
+        return answer.content, [_call(call.arguments, call.name, call.arguments or "{}") for call in answer.tool_calls]
+
+    return read
+
+
 READERS: dict[str, Reader] = {
     "hermes": _read_hermes,
     "xml": _read_xml,
     "mistral": _read_mistral,
     "deepseek": _read_deepseek,
     "llama": _read_llama,
+    **{way: _read_as(way) for way in ("glm", "dsml", "kimi", "minimax")},
 }
 _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("glm", ("<arg_key>", "<arg_value>")),
+    ("dsml", ("<｜DSML｜",)),
+    ("kimi", (NUMBERED_SEPARATOR,)),
+    ("minimax", ("<minimax:tool_call>",)),
     ("xml", ("<function=", "<parameter=")),
     ("hermes", (_HERMES, '"arguments"')),
     ("hermes", (_HERMES, "arguments | tojson")),
@@ -159,6 +176,8 @@ _MARKERS = {
     "xml": (_HERMES, _HERMES_END),
     "mistral": (_MISTRAL,),
     "llama": (_PYTHON,),
+    "glm": (_HERMES, _HERMES_END, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "minimax": ("<minimax:tool_call>", "</minimax:tool_call>"),
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from gyre_sdk.errors import ProtocolError
-from gyre_sdk.harness.proxy.answers import BodyKind, Format, Thinking
+from gyre_sdk.harness.proxy.answers import NUMBERED_SEPARATOR, BodyKind, Format, Thinking
 from gyre_sdk.harness.proxy.dialects.canonical import ModelRequest, ToolChoice
 
 Tag = dict[str, Any]
@@ -80,7 +80,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _after_thinking(said: Tag, form: Format, thinking: Thinking, budget: int) -> Tag:
-    if thinking is Thinking.OVER:
+    if thinking is Thinking.OVER or form.think is None:
         return said
     opening, closing = form.think
     thought = {"type": "any_text", "excludes": [closing], "max_tokens": budget}
@@ -95,33 +95,49 @@ def _calls(request: ModelRequest, form: Format) -> Tag:
     functions = [tool.get("function", tool) for tool in request.tools]
     if request.tool_choice is ToolChoice.NAMED:
         functions = [function for function in functions if function.get("name") == request.forced_tool]
-    single = request.tool_choice is ToolChoice.NAMED or not request.parallel_tool_calls
-    return {
+    single = request.tool_choice is ToolChoice.NAMED or not request.parallel_tool_calls or form.bare
+    calls = {
         "type": "tags_with_separator",
         "tags": [_call(function, form) for function in functions],
         "separator": "\n",
         "at_least_one": True,
         "stop_after_first": single,
     }
+    if not form.wrap:
+        return calls
+    before, after = ({"type": "const_string", "value": tag} for tag in (form.wrap[0] + "\n", "\n" + form.wrap[-1]))
+    return _sequence([before, calls, after])
 
 
 def _call(function: Mapping[str, Any], form: Format) -> Tag:
+    """Return the grammar of one call, tags included."""
     opening, closing = form.call
-    schema = function.get("parameters") or {"type": "object", "properties": {}}
-    if form.body is BodyKind.XML:
-        return {
-            "type": "tag",
-            "begin": f"{opening}\n<function={function['name']}>\n",
-            "content": _json(schema) | {"style": "qwen_xml"},
-            "end": f"\n</function>\n{closing}",
-        }
-    name = msgspec.json.encode(function["name"]).decode()
-    return {
-        "type": "tag",
-        "begin": f'{opening}\n{{"name": {name}, "{form.argument_keys[0]}": ',
-        "content": _json(schema),
-        "end": f"}}\n{closing}",
-    }
+    name, content = function["name"], _json(function.get("parameters") or {"type": "object", "properties": {}})
+    match form.body:
+        case BodyKind.XML:
+            begin, end = f"{opening}\n<function={name}>\n", f"\n</function>\n{closing}"
+            content["style"] = "qwen_xml"
+        case BodyKind.KEYS:
+            begin, end = f"{opening}{name}\n", closing
+            content["style"] = "glm_xml"
+        case BodyKind.INVOKE | BodyKind.DSML:
+            begin, end = f'{opening}{name}">\n', f"\n{closing}"
+            content["style"] = "minimax_xml" if form.body is BodyKind.INVOKE else "deepseek_xml"
+        case BodyKind.NUMBERED:
+            begin, end = f"{opening}functions.{name}:", closing
+            number = {"type": "regex", "pattern": "[0-9]{1,3}"}
+            content = _sequence([number, {"type": "const_string", "value": NUMBERED_SEPARATOR}, content])
+        case BodyKind.JSON | BodyKind.OBJECTS:
+            space, opening = ("\n", opening) if closing else ("", "")
+            begin = f'{opening}{space}{{"name": {_text(name)}, "{form.argument_keys[0]}": '
+            end = f"}}{space}{closing}"
+        case _:
+            _refuse("tool_choice: this model writes tool calls in several ways, so none can be forced; use auto")
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _text(text: str) -> str:
+    return msgspec.json.encode(text).decode()
 
 
 def _output(structured: Mapping[str, Any]) -> Tag | None:
