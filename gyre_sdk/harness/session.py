@@ -61,6 +61,11 @@ class SystemClock:
         return time.monotonic()
 
 
+def owner() -> str:
+    """Return what the runs that this process opens have as their owner."""
+    return f"{socket.gethostname()}:{os.getpid()}:{_STARTED:.3f}"
+
+
 @contextmanager
 def serve(settings: ProxySettings) -> Iterator[ServiceClient]:
     """Run a recording proxy inside this process, for the sessions opened with the client it gives."""
@@ -211,7 +216,7 @@ class Session:
             task=self._task.name,
             group=self._group,
             member=self._member,
-            owner=f"{socket.gethostname()}:{os.getpid()}:{_STARTED:.3f}",
+            owner=owner(),
             split=self._split,
             metadata=self._metadata,
             dispatch_version=self._dispatch_version,

@@ -1,4 +1,4 @@
-"""How the processes of a training are started: the proxy, each cell's replica, each satellite's worker."""
+"""How the processes of a training are started: agents, the proxy, each cell's replica, each satellite's worker."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
+from gyre_sdk.trainer.agents.wire import READY
 from gyre_sdk.trainer.config import TrainerConfig
 from gyre_sdk.trainer.engines import vllm
 from gyre_sdk.trainer.processes import ChildSpec
@@ -89,6 +90,13 @@ def proxy_spec(config: TrainerConfig, key_file: Path, on_ready: Called) -> Child
     return ChildSpec("proxy", command, "ready", log, config.proxy.port, on_ready=on_ready)
 
 
+def agents_spec(config: TrainerConfig) -> ChildSpec:
+    """Return how the agents' process is started; its key is in the output folder."""
+    arguments = ["gyre_sdk.trainer.agents.host", "--folder", str(config.output.dir)]
+    log = config.output.dir / "logs" / "agents.log"
+    return ChildSpec("agents", lambda port: [*arguments, "--port", str(port)], READY, log)
+
+
 def worker_spec(config: TrainerConfig, saved: Path, core: tuple[str, int], key_file: Path, cell: str) -> ChildSpec:
     """Return how a satellite's training worker is started.
 
@@ -110,6 +118,15 @@ def write_key(path: Path) -> str:
     path.chmod(0o600)
     path.write_text(key)
     return key
+
+
+def kept_key(path: Path) -> str:
+    """Return the key in a file that only this user can read; where there is none yet, draw one."""
+    if path.is_file() and not path.stat().st_mode & 0o077:
+        key = path.read_text().strip()
+        if key:
+            return key
+    return write_key(path)
 
 
 def _nothing(url: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -19,10 +20,14 @@ from gyre_sdk.harness.scoring.policy import stands
 from gyre_sdk.harness.task import Task
 from gyre_sdk.journal import Journal
 from gyre_sdk.records import RunRecord
+from gyre_sdk.trainer.agents.client import packed
+from gyre_sdk.trainer.agents.outcome import Outcome, OutcomeKind
+from gyre_sdk.trainer.agents.wire import Order
 from gyre_sdk.trainer.config import TrainerConfig
-from gyre_sdk.trainer.rollouts import Workers
+from gyre_sdk.trainer.slots import End, Slots
 from gyre_sdk.trainer.stack import Stack
 
+_log = logging.getLogger("gyre.trainer")
 _LOOK = 1.0
 _ATTEMPTS = 2
 """Runs of a task at most; so a run that cannot be scored is not repeated later, with other weights."""
@@ -117,21 +122,22 @@ def scored(run: RunRecord | None) -> bool:
 
 def _run_all(stack: Stack, tasks: Sequence[Task], name: str, options: dict[str, Any]) -> None:
     finished = threading.Semaphore(0)
+    slots = Slots(stack.config.rollout.concurrency)
 
-    def run(task: Task) -> None:
-        try:
-            stack.run_session(task, split=name, options=options)
-        except GyreError:
-            raise
-        except Exception:  # boundary: the user's agent; the session has recorded it
-            pass
-        finally:
+    def run(task: Task, end: End) -> None:
+        def ended(outcome: Outcome) -> None:
+            if outcome.kind not in (OutcomeKind.ENDED, OutcomeKind.RAISED):
+                _log.warning("%s of %s: %s", name, task.name, outcome)
+            end()
             finished.release()
 
-    workers = Workers(min(stack.config.rollout.concurrency, len(tasks)), "evaluation")
+        try:
+            stack.agents.begin(task, Order(task.name, split=name, options=packed(options)), ended)
+        except GyreError as error:
+            ended(Outcome(OutcomeKind.FAILED, str(error), type(error).__name__))
+
     for task in tasks:
-        workers.submit(lambda task=task: run(task))  # type: ignore[misc]
+        slots.submit(lambda end, task=task: run(task, end))  # type: ignore[misc]
     for _ in tasks:
         while not finished.acquire(timeout=_LOOK):
             stack.check()
-    workers.stop(_LOOK)

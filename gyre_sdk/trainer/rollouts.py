@@ -1,4 +1,4 @@
-"""Rollouts: plans groups of runs, runs the agent on them in threads, closes groups. No torch.
+"""Rollouts: plans groups of runs, has the agent run on them, closes groups. No torch.
 
 A group is a task and N runs of it. Groups are planned in a seeded order, durably, each at the next index; the index is
 the cursor. Steps consume groups in that order, B at a time, so fast tasks are not over-represented.
@@ -7,33 +7,35 @@ How far dispatch may run ahead (arXiv:2609.33848): at a burst's boundary, `(phi 
 allowed staleness of phi steps and bursts of mu steps. So with c groups used by the steps behind the weights being served,
 group i may start once i < c + (phi + mu) * B. Training goes on meanwhile.
 
+Runs go on elsewhere, in the agents' process: what is here asks for them, in order, and learns what came of them.
 A run that fails never stops the loop: it is recorded, and its group closes with what it has.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import random
 import threading
 import time
-from asyncio import CancelledError
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gyre_sdk import events
 from gyre_sdk.credit import GroupCredit, group_credit
-from gyre_sdk.errors import GyreError, ServiceError, TrainerError
+from gyre_sdk.errors import ServiceError, TrainerError
 from gyre_sdk.harness.ports import Observer
 from gyre_sdk.harness.scoring.policy import stands
+from gyre_sdk.harness.service import ServiceClient
 from gyre_sdk.harness.task import Task
 from gyre_sdk.journal import Journal
 from gyre_sdk.records import RunRecord, RunStatus
+from gyre_sdk.trainer.agents.outcome import Outcome, OutcomeKind
 from gyre_sdk.trainer.ledger import GroupClosed, GroupPlanned, Ledger
+from gyre_sdk.trainer.slots import End, Slots
 
 _log = logging.getLogger("gyre.trainer")
-_SERVICE_RETRIES = 3
+_SERVICE_ATTEMPTS = 3
 _LOOK = 1.0
 
 
@@ -78,7 +80,7 @@ class Flow:
     dispatched: int
     """Runs handed out."""
     started: int
-    """Runs that got a worker."""
+    """Runs that began."""
     finished: int
     """Runs that ended."""
     ages: Mapping[tuple[str, int], float]
@@ -89,41 +91,12 @@ class Flow:
     """Group in flight -> members that have not ended."""
 
 
+_NONE: Mapping[tuple[str, int], float] = {}
 _REMEMBERED = 256
 """Durations that are kept."""
 
-RunOnce = Callable[[Task, str, int], None]
-"""Task, group, member -> one session, from its record to its end. Raises what the agent raised, recorded already."""
-
-
-class Workers:
-    """Daemon threads that take jobs from a queue in order."""
-
-    def __init__(self, count: int, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._work, name=f"{name} {n}", daemon=True) for n in range(count)]
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Queue a job."""
-        self._jobs.put(job)
-
-    def stop(self, seconds: float) -> bool:
-        """Let running jobs end, for at most `seconds`; True when all did."""
-        for _ in self._threads:
-            self._jobs.put(None)
-        give_up = time.monotonic() + seconds
-        for thread in self._threads:
-            thread.join(max(0.0, give_up - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except Exception:  # boundary: top of a worker's job
-                _log.exception("a rollout worker's job failed")
+BeginRun = Callable[[Task, str, int, Callable[[Outcome], None]], None]
+"""Task, group, member, who is told -> begins one session and returns; who is told learns the outcome once, in any thread."""
 
 
 class Rollouts:
@@ -133,7 +106,7 @@ class Rollouts:
         self,
         plan: Plan,
         tasks: Sequence[Task],
-        run_once: RunOnce,
+        begin: BeginRun,
         *,
         journal: Journal,
         ledger: Ledger,
@@ -141,17 +114,17 @@ class Rollouts:
         concurrency: int,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`check` raises when the processes behind the runs were given up."""
+        """`concurrency`: runs at a time. `check` raises when the processes behind the runs were given up."""
         if not tasks:
             raise TrainerError("there are no tasks to train on; check [tasks] in the config")
         self._plan = plan
         self._tasks = tasks
         self._by_name = {task.name: task for task in tasks}
-        self._run_once = run_once
+        self._begin = begin
         self._journal = journal
         self._ledger = ledger
         self._observer = observer
-        self._workers = Workers(concurrency, "rollout")
+        self._slots = Slots(concurrency)
         self._changed = threading.Condition()
         self._open: dict[str, int] = {}
         """Group in flight -> members that have not ended."""
@@ -168,11 +141,18 @@ class Rollouts:
 
     # -- the trainer's side ------------------------------------------------------------------------------------------
 
-    def start(self, published_step: int, unfinished: Sequence[str] = ()) -> None:
-        """Take up groups that an earlier trainer left unfinished, then plan new ones."""
+    def start(
+        self, published_step: int, unfinished: Sequence[str] = (), under_way: Mapping[tuple[str, int], float] = _NONE
+    ) -> None:
+        """Take up groups that an earlier trainer left unfinished, then plan new ones.
+
+        Args:
+            under_way: group and member of runs that it asked for and that go on -> seconds that they have taken so far:
+                they are waited for, not run again.
+        """
         with self._changed:
             for group in unfinished:
-                self._dispatch(group)
+                self._dispatch(group, under_way)
         self.advance(published_step)
 
     def advance(self, published_step: int) -> None:
@@ -235,12 +215,12 @@ class Rollouts:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        return self._workers.stop(seconds)
+        return self._slots.stop(seconds)
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
-    def _dispatch(self, group: str) -> None:
-        """Queue the members of a group that have no ended run yet."""
+    def _dispatch(self, group: str, under_way: Mapping[tuple[str, int], float] = _NONE) -> None:
+        """Ask for the members of a group that have no ended run yet, in their turn."""
         planned = self._ledger.state.groups[group]
         task = self._by_name.get(planned.task)
         if task is None:
@@ -253,54 +233,68 @@ class Rollouts:
         self._open[group] = len(missing)
         self._dispatched += len(missing)
         for member in missing:
-            self._workers.submit(lambda member=member: self._member(task, group, member))  # type: ignore[misc]
+            give = self._slots.submit
+            if (seconds := under_way.get((group, member))) is not None:
+                self._began[group, member] = time.monotonic() - seconds
+                give = self._slots.occupy
+            give(lambda end, member=member: self._member(task, group, member, end))  # type: ignore[misc]
         if not missing:
             self._close(group)
 
-    def _member(self, task: Task, group: str, member: int) -> None:
-        if self._stopping:
-            return
-        try:
-            self._count(task, group, member)
-        except BaseException as error:
-            with self._changed:
-                self._failure = error
-                self._changed.notify_all()
-            raise
-
-    def _count(self, task: Task, group: str, member: int) -> None:
-        """Run a member, and close its group after the last one."""
+    def _member(self, task: Task, group: str, member: int, end: End, attempt: int = 1) -> None:
+        """Ask for a member's run; it has a slot until `end`."""
         with self._changed:
-            self._began[group, member] = time.monotonic()
-        ended = self._attempt(task, group, member)
+            if self._stopping:
+                self._began.pop((group, member), None)
+                end()
+                return
+            self._began.setdefault((group, member), time.monotonic())
+        try:
+            self._begin(task, group, member, lambda outcome: self._ended(task, group, member, end, attempt, outcome))
+        except Exception as error:  # boundary: whoever waits for groups raises it
+            self._fail(error)
+            end()
+
+    def _ended(self, task: Task, group: str, member: int, end: End, attempt: int, outcome: Outcome) -> None:
+        """Count a member's run, or ask for it again where the service was away before it was recorded."""
+        try:
+            if outcome.kind is OutcomeKind.RAISED:
+                _log.info("run %d of %s: %s", member, group, outcome)
+            elif outcome.kind is not OutcomeKind.ENDED:
+                _log.warning("run %d of %s: %s", member, group, outcome)
+            if outcome.kind is OutcomeKind.SERVICE and attempt < _SERVICE_ATTEMPTS:
+                later = threading.Timer(2.0 ** (attempt - 2), self._again, (task, group, member, end, attempt))
+                later.daemon = True
+                later.start()
+                return
+            self._count(group, member)
+        except Exception as error:  # boundary: whoever waits for groups raises it
+            self._fail(error)
+        end()
+
+    def _again(self, task: Task, group: str, member: int, end: End, attempt: int) -> None:
+        try:
+            if self._unrecorded(group, member):
+                self._member(task, group, member, end, attempt + 1)
+                return
+            self._count(group, member)
+        except Exception as error:  # boundary: whoever waits for groups raises it
+            self._fail(error)
+        end()
+
+    def _count(self, group: str, member: int) -> None:
+        """Take a member as ended, and close its group after the last one."""
         with self._changed:
             self._durations.append(time.monotonic() - self._began.pop((group, member)))
             self._finished += 1
-            if not ended:
-                return
             self._open[group] -= 1
             if self._open[group] == 0:
                 self._close(group)
 
-    def _attempt(self, task: Task, group: str, member: int) -> bool:
-        """Run a member once, again where the service was away before it was recorded; False: it was told to stop."""
-        for attempt in range(_SERVICE_RETRIES):
-            if self._stopping:
-                return False
-            try:
-                self._run_once(task, group, member)
-            except ServiceError as error:
-                _log.warning("run %d of %s: %s", member, group, error)
-                time.sleep(0.5 * 2**attempt)
-                if not self._unrecorded(group, member):
-                    break
-                continue
-            except GyreError as error:
-                _log.warning("run %d of %s: %s", member, group, error)
-            except (Exception, SystemExit, CancelledError) as error:  # boundary: the user's agent; it is recorded
-                _log.info("run %d of %s: %s: %s", member, group, type(error).__name__, error)
-            break
-        return True
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
 
     def _unrecorded(self, group: str, member: int) -> bool:
         return all(run.member != member for run in self._journal.runs(group=group))
@@ -339,9 +333,13 @@ def usable_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
     return [members[member] for member in sorted(members)]
 
 
-def cancel_orphans(journal: Journal) -> int:
-    """End runs that a dead process left running as cancelled; return how many."""
-    orphans = journal.runs(status=RunStatus.RUNNING)
+def cancel_orphans(journal: Journal, *, alive: str = "") -> int:
+    """End runs that a dead process left running as cancelled; return how many.
+
+    Args:
+        alive: owner whose runs go on.
+    """
+    orphans = [run for run in journal.runs(status=RunStatus.RUNNING) if not alive or run.owner != alive]
     writes = [
         journal.end_run(run.run, RunStatus.CANCELLED, at=time.time(), error="the process that ran it ended")
         for run in orphans
@@ -349,3 +347,19 @@ def cancel_orphans(journal: Journal) -> int:
     for write in writes:
         write.result()
     return len(orphans)
+
+
+def cancel_runs_of(owner: str, journal: Journal, service: ServiceClient, observer: Observer) -> None:
+    """End the runs of a process that has just died as cancelled, where the service knows them as open."""
+    for run in journal.runs(status=RunStatus.RUNNING):
+        if run.owner != owner:
+            continue
+        try:
+            service.end_run(
+                run.run, RunStatus.CANCELLED, reward=None, parts={}, error="its process died", placeholder=False
+            )
+        except ServiceError as error:
+            _log.warning("run %s: %s", run.run, error)  # the next start ends it
+            continue
+        now = time.time()
+        observer(events.RunEnded(now, run.run, RunStatus.CANCELLED, None, now - run.created_at))

@@ -1,8 +1,8 @@
-"""Everything that runs around training and evaluation: store, ledger, engine, proxy, workspaces, and sessions on them.
+"""Everything that runs around training and evaluation: store, ledger, engine, proxy, and the agents' process.
 
 One `Stack` serves `train` and `evaluate`, one after the other, with the same processes. Entering it takes up where an
-earlier one was killed: runs that it left running are ended as cancelled, and the policy of the newest whole checkpoint
-is served, under a version number that was never used before.
+earlier one was killed: runs that go on in the agents' process are waited for, others that it left are ended as cancelled,
+and the policy of the newest whole checkpoint is served, under a version number that was never used before.
 """
 
 from __future__ import annotations
@@ -22,26 +22,34 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 from gyre_sdk.errors import SettingsError, TrainerError
 from gyre_sdk.harness.hooks import Fanout, unobserved
-from gyre_sdk.harness.limits import Limits
 from gyre_sdk.harness.ports import Observer
 from gyre_sdk.harness.service import ServiceClient
-from gyre_sdk.harness.session import Session
 from gyre_sdk.harness.task import Task
-from gyre_sdk.harness.workspace import WorkspacePool
 from gyre_sdk.journal import Journal
 from gyre_sdk.records import RunResult
+from gyre_sdk.trainer.agents.client import Agents, packed
+from gyre_sdk.trainer.agents.settings import AgentSettings
+from gyre_sdk.trainer.agents.wire import KEY_FILE, Order
 from gyre_sdk.trainer.cellfeed import CellRecorder
 from gyre_sdk.trainer.cells.launch import CellSpec, Launched, make_launcher
 from gyre_sdk.trainer.checkpoints import whole
-from gyre_sdk.trainer.children import cell_name, proxy_spec, replica_spec, worker_spec, write_key
+from gyre_sdk.trainer.children import (
+    agents_spec,
+    cell_name,
+    kept_key,
+    proxy_spec,
+    replica_spec,
+    worker_spec,
+    write_key,
+)
 from gyre_sdk.trainer.config import TrainerConfig, save_config
 from gyre_sdk.trainer.engines import vllm
 from gyre_sdk.trainer.feed import CallFeed
 from gyre_sdk.trainer.ledger import Ledger, Recovery, VersionPublished, recover
 from gyre_sdk.trainer.processes import Child, ChildSpec
 from gyre_sdk.trainer.publish import PATIENCE, Publisher
-from gyre_sdk.trainer.rollouts import cancel_orphans
-from gyre_sdk.trainer.tasks import load_agent, load_tasks
+from gyre_sdk.trainer.rollouts import cancel_orphans, cancel_runs_of
+from gyre_sdk.trainer.tasks import load_tasks
 from gyre_sdk.trainer.transports import Transport, choose, make
 from gyre_sdk.trainer.weights import PolicyFiles, WeightFolder
 
@@ -100,9 +108,8 @@ class Stack:
     """Where this process took up."""
     publisher: Publisher
     service: ServiceClient
-    pool: WorkspacePool
+    agents: Agents
     tasks: list[Task]
-    agent: Callable[..., Any]
     replicas: list[str]
     """Where they listen; of cells, in their order."""
 
@@ -116,7 +123,7 @@ class Stack:
             child.check()
 
     def pids(self) -> dict[str, int]:
-        """Return the process ids of proxy, replicas and workers, by name."""
+        """Return the process ids of agents, proxy, replicas and workers, by name."""
         return {name: pid for child in self._children for name, pid in child.pids().items()}
 
     def model(self) -> Any:
@@ -141,42 +148,27 @@ class Stack:
 
         Raises:
             ServiceError: the service could not be reached.
-            Exception: what the agent raised; the run has ended and is recorded.
+            RuntimeError: the agent raised something; the run has ended and is recorded.
+            GyreError: what else kept it from its end.
         """
-        rollout = self.config.rollout
-        with Session(
-            task,
-            service=self.service,
-            workspace=self.pool,
-            group=group,
-            member=member,
-            split=split,
-            limits=Limits(tokens=rollout.tokens, turns=rollout.turns, wall_s=rollout.timeout_s),
-            classifier=self.config.agent.classifier,
-            observer=self.observer,
-        ) as agent:
-            self.agent(agent, **{**self.config.agent.options, **(options or {})})
-        return agent.result
+        return self.agents.run(task, Order(task.name, group, member, split, packed(options or {})))
 
     # -- start -------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         config = self.config
         self.tasks = load_tasks(config.tasks, self.base)
-        self.agent = load_agent(config.agent, self.base)
         config.output.dir.mkdir(parents=True, exist_ok=True)
         self._lock(config.output.dir / "lock")
+        agents_key = kept_key(config.output.dir / KEY_FILE)
+        agents = self._child(agents_spec(config))
         self.journal = self._cleanup.enter_context(Journal(config.store.path))
         if config.cells is not None:
             self.observer = recorder = CellRecorder(self.journal, self.observer)
             recorder.start()
             self._cleanup.callback(recorder.stop)
-        orphans = cancel_orphans(self.journal)
-        if orphans:
-            _log.info("%d runs of an earlier process are ended as cancelled", orphans)
         self.ledger = Ledger(self.journal)
         self.recovery = recover(self.ledger.state, whole(self.ledger.state))
-        self.pool = self._cleanup.enter_context(WorkspacePool(config.rollout.workspace, recycle=config.rollout.recycle))
         alone = config.cells is None or config.cells.ray_address is None
         size = _weights_size(config.policy.model)
         folder = WeightFolder(config.policy.model, config.output.dir, size, memory=alone)
@@ -197,12 +189,20 @@ class Stack:
         key = write_key(key_file)
         started = self._replicas(transport.name)
         proxy = self._child(proxy_spec(config, key_file, lambda url: self.publisher.route()))
+        self._meet(agents, agents_key.encode())
         if config.engine.publish:
             importlib.import_module("gyre_sdk.trainer.trainer")  # loads torch and trl while the processes start
         for one in started:
             one.wait()  # all of them first: one may move to another place while the others start
         self.replicas = [one.wait() for one in started] or [str(config.engine.url)]
         self.service = self._cleanup.enter_context(ServiceClient(proxy.wait(), key))
+        self.agents.serve(
+            self.service.url, key, lambda owner: cancel_runs_of(owner, self.journal, self.service, self.observer)
+        )
+        orphans = cancel_orphans(self.journal, alive=self.agents.owner)
+        if orphans:
+            _log.info("%d runs of an earlier process are ended as cancelled", orphans)
+        self._cleanup.callback(self.agents.close)  # once more: first of all, while runs' ends can still be recorded
         self.publisher.connect(self.replicas, self.service, watch=not started and config.engine.publish)
         if config.engine.publish:
             self.publisher.start()
@@ -213,6 +213,20 @@ class Stack:
         self._cleanup.callback(feed.stop)
         if start.version:
             self.ledger.add(VersionPublished(start.version, start.digest), at=time.time())
+
+    def _meet(self, child: Child, key: bytes) -> None:
+        """Connect to the agents' process."""
+        child.wait()
+        self.agents = Agents(
+            lambda: child.url,
+            key,
+            AgentSettings.of(self.config, self.base),
+            self.observer,
+            listed=self.tasks,
+            check=self.check,
+        )
+        self._cleanup.callback(self.agents.close)
+        self.agents.connect()
 
     def _lock(self, path: Path) -> None:
         """Let no second trainer use the folder; the lock ends with the process, however it ends."""

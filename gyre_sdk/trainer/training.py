@@ -2,7 +2,7 @@
 
     plan -> runs -> closed groups -> units -> gradient -> step -> commit -> publish -> further runs; checkpoint
 
-The trainer's thread takes closed groups as they come, while further runs go on in threads. What is durable, and in which
+The trainer's thread takes closed groups as they come, while further runs go on in the agents' process. What is durable, and in which
 order, is the ledger's: a step is committed before its weights are published, and published before its checkpoint counts.
 """
 
@@ -24,6 +24,8 @@ from gyre_sdk.errors import SettingsError, TrainerError
 from gyre_sdk.harness.hooks import unobserved
 from gyre_sdk.harness.ports import Observer
 from gyre_sdk.select import ROLES, Role
+from gyre_sdk.trainer.agents.client import members
+from gyre_sdk.trainer.agents.wire import Order
 from gyre_sdk.trainer.checkpoints import folder_digest, remove_after
 from gyre_sdk.trainer.config import TrainConfig, TrainerConfig
 from gyre_sdk.trainer.ledger import (
@@ -168,7 +170,7 @@ class _Training:
         self._rollouts = Rollouts(
             self._plan,
             stack.tasks,
-            lambda task, group, member: _ignore(stack.run_session(task, group=group, member=member)),
+            lambda task, group, member, done: stack.agents.begin(task, Order(task.name, group, member), done),
             journal=stack.journal,
             ledger=stack.ledger,
             observer=stack.observer,
@@ -216,7 +218,7 @@ class _Training:
             )
             stack.observer(events.PhaseStarted(time.time(), "train", steps - recovery.step))
             try:
-                self._rollouts.start(recovery.step, recovery.unfinished)
+                self._rollouts.start(recovery.step, recovery.unfinished, members(stack.agents.under_way()))
                 with self._crew or nullcontext():
                     trainer.train(resume_from_checkpoint=checkpoint)
             finally:
@@ -342,7 +344,3 @@ def report(state: LedgerState, resumed_from: int, version: int, seconds: float) 
         metrics=next((step.metrics for step in reversed(steps) if step.units), {}),
         untrained=dict(untrained),
     )
-
-
-def _ignore(result: object) -> None:
-    return None

@@ -18,10 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gyre_sdk import events
-from gyre_sdk.errors import ServiceError, TrainerError, WorkspaceError
+from gyre_sdk.errors import GyreError, ServiceError, TrainerError, WorkspaceError
 from gyre_sdk.harness.task import Task
 from gyre_sdk.journal import Journal
 from gyre_sdk.records import MAIN, GroupId, LaneId, LaneRecord, RunId, RunRecord, RunStatus
+from gyre_sdk.trainer.agents.outcome import Outcome, OutcomeKind
 from gyre_sdk.trainer.ledger import GroupPlanned, Ledger, StepCommitted, StepStarted
 from gyre_sdk.trainer.rollouts import Plan, Rollouts, cancel_orphans
 
@@ -29,11 +30,13 @@ TASKS = [Task(name=f"t{n}", instruction="do it") for n in range(4)]
 _ids = itertools.count()
 
 
-def record(journal: Journal, group: str, member: int, *, reward: float | None, status: RunStatus | None) -> str:
+def record(
+    journal: Journal, group: str, member: int, *, reward: float | None, status: RunStatus | None, owner: str = "gone"
+) -> str:
     """Put a run on record; without a status it goes on."""
     run = RunId(f"run-{next(_ids)}")
     journal.open_run(
-        RunRecord(run, "t", time.time(), group=GroupId(group), member=member),
+        RunRecord(run, "t", time.time(), group=GroupId(group), member=member, owner=owner),
         LaneRecord(LaneId(f"{run}-main"), run, MAIN, MAIN, None, 0.0),
         f"key-{run}",
     ).result()
@@ -53,10 +56,24 @@ class World:
         self.behave: Callable[[str, int], None] = lambda group, member: None
         self.made: list[Rollouts] = []
 
-    def run_once(self, task: Task, group: str, member: int) -> None:
+    def begin(self, task: Task, group: str, member: int, done: Callable[[Outcome], None]) -> None:
+        """Make a run in a thread, as the agents' process does."""
         self.ran.append((task.name, group, member))
-        self.behave(group, member)
-        record(self.journal, group, member, reward=float(member), status=RunStatus.COMPLETED)
+
+        def run() -> None:
+            try:
+                self.behave(group, member)
+                record(self.journal, group, member, reward=float(member), status=RunStatus.COMPLETED)
+            except ServiceError as error:
+                done(Outcome(OutcomeKind.SERVICE, str(error)))
+            except GyreError as error:
+                done(Outcome(OutcomeKind.FAILED, str(error)))
+            except BaseException as error:  # an agent's, which may be any
+                done(Outcome(OutcomeKind.RAISED, str(error)))
+            else:
+                done(Outcome(OutcomeKind.ENDED))
+
+        threading.Thread(target=run).start()
 
     def rollouts(
         self, *, steps: int = 10, staleness: int = 1, publish_every: int = 1, concurrency: int = 4
@@ -64,7 +81,7 @@ class World:
         found = Rollouts(
             Plan(2, 3, staleness, publish_every, steps, seed=7),
             TASKS,
-            self.run_once,
+            self.begin,
             journal=self.journal,
             ledger=self.ledger,
             observer=self.events.append,
@@ -179,13 +196,36 @@ def test_a_run_that_is_recorded_is_not_repeated_by_a_service_error(world: World)
     assert all(item.rewards == [None, None, None] for item in closed) and len(world.ran) == 6
 
 
+def test_a_run_that_is_under_way_is_waited_for_and_not_run_again(world: World) -> None:
+    """Whatever the concurrency: it goes on already."""
+    group = "group-000000"
+    world.ledger.add(GroupPlanned(group, 0, "t2", 3), at=0.0)
+    leave = threading.Event()
+
+    def behave(group: str, member: int) -> None:
+        leave.wait(20)
+
+    world.behave = behave
+    rollouts = world.rollouts(steps=1, concurrency=1)
+    rollouts.start(0, [group], {(group, 1): 60.0, (group, 2): 30.0, ("group-000007", 0): 5.0})
+    flow = rollouts.flow()
+    assert (flow.dispatched, flow.started, flow.finished) == (6, 3, 0)
+    assert flow.ages[group, 1] >= 60.0 and 30.0 <= flow.ages[group, 2] < flow.ages[group, 1]
+    assert sorted(member for _, name, member in world.ran if name == group) == [0, 1, 2]
+    leave.set()
+    assert next(rollouts.closed([group])).rewards == [0.0, 1.0, 2.0]
+    assert max(rollouts.flow().durations) >= 60.0
+
+
 def test_taking_up_runs_only_what_is_missing(world: World) -> None:
     """A group keeps the runs that ended; what was cancelled with the process is run again under a new id."""
     group = "group-000000"
     world.ledger.add(GroupPlanned(group, 0, "t2", 3), at=0.0)
     kept = record(world.journal, group, 0, reward=0.25, status=RunStatus.COMPLETED)
     lost = record(world.journal, group, 1, reward=None, status=None)
-    assert cancel_orphans(world.journal) == 1 and cancel_orphans(world.journal) == 0
+    other = record(world.journal, "group-000009", 0, reward=None, status=None, owner="here")
+    assert cancel_orphans(world.journal, alive="here") == 1 and cancel_orphans(world.journal, alive="here") == 0
+    assert [run.run for run in world.journal.runs(status=RunStatus.RUNNING)] == [other]
     rollouts = world.rollouts(steps=1)
     rollouts.start(0, [group])
     closed = next(item for item in rollouts.closed([group]))
@@ -246,7 +286,7 @@ def test_those_who_wait_learn_that_a_process_was_given_up(world: World) -> None:
     rollouts = Rollouts(
         Plan(2, 3, 1, 1, 5),
         TASKS,
-        world.run_once,
+        world.begin,
         journal=world.journal,
         ledger=world.ledger,
         observer=world.events.append,
@@ -261,9 +301,16 @@ def test_those_who_wait_learn_that_a_process_was_given_up(world: World) -> None:
 
 def test_those_who_wait_learn_that_a_group_cannot_close(world: World) -> None:
     """The store takes nothing more: no group would ever close."""
-    world.behave = lambda group, member: world.journal.close()
+    started = threading.Event()
+
+    def behave(group: str, member: int) -> None:
+        started.wait(20)
+        world.journal.close()
+
+    world.behave = behave
     rollouts = world.rollouts(concurrency=1)
     rollouts.start(0)
+    started.set()
     with pytest.raises(TrainerError, match="a run could not be counted: JournalError"):
         list(rollouts.closed(rollouts.take()))
 

@@ -1,16 +1,18 @@
-"""Groups of runs for trainers that have a loop of their own: sessions in threads, each group sealed when its last run ends."""
+"""Groups of runs for trainers that have a loop of their own: a thread waits for each run, and seals the group that it ends."""
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from gyre_sdk.errors import GyreError, TrainerError
 from gyre_sdk.harness.task import Task
 from gyre_sdk.records import RunRecord
-from gyre_sdk.trainer.rollouts import Workers, told, usable_runs
+from gyre_sdk.trainer.rollouts import told, usable_runs
 from gyre_sdk.trainer.stack import Stack
 from gyre_sdk.trainer.units import SealedGroup, Sealer
 
@@ -31,6 +33,36 @@ class ClosedGroup:
     """What of them can be trained."""
     sampled: int
     """Tokens that were sampled in them."""
+
+
+class Workers:
+    """Daemon threads that take jobs from a queue in order."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, name=f"{name} {n}", daemon=True) for n in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Queue a job."""
+        self._jobs.put(job)
+
+    def stop(self, seconds: float) -> bool:
+        """Let running jobs end, for at most `seconds`; True when all did."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        give_up = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, give_up - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:  # boundary: top of a worker's job
+                _log.exception("a rollout worker's job failed")
 
 
 class Groups:
@@ -81,7 +113,7 @@ class Groups:
             return self._stack.run_session(task, group=group, member=member, split=split).sampled_tokens
         except GyreError as error:
             _log.warning("run %d of %s: %s", member, group, error)
-        except Exception as error:  # boundary: the user's agent; the session has recorded it
+        except Exception as error:  # boundary: the user's agent; it is on record
             _log.info("run %d of %s: %s: %s", member, group, type(error).__name__, error)
         return 0
 
