@@ -39,6 +39,27 @@ class _Logprobs(msgspec.Struct):
     content: list[_Logprob] | None = None
 
 
+class _Candidate(msgspec.Struct):
+    token_id: int
+    logprob: float | None = None
+
+
+class _Place(msgspec.Struct):
+    top_logprobs: list[_Candidate] = []
+
+
+class _Places(msgspec.Struct):
+    content: list[_Place] | None = None
+
+
+class _CandidateChoice(msgspec.Struct):
+    logprobs: _Places | None = None
+
+
+class _CandidateChunk(msgspec.Struct):
+    choices: list[_CandidateChoice] = []
+
+
 class _Span(msgspec.Struct):
     version: str | int
     start: int
@@ -65,8 +86,15 @@ class _Chunk(msgspec.Struct):
 _GATHER_SECONDS = 0.02
 """How long events of an answer that nobody watches may wait for each other."""
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
+_decode_candidates = msgspec.json.Decoder(_CandidateChunk).decode
 _decode_paused = msgspec.json.Decoder(_Paused).decode
 _encode = msgspec.json.Encoder().encode
+
+
+Candidates = tuple[tuple[int, float], ...]
+"""The likeliest tokens at one place of an answer and their log-probs in nats, the likeliest first."""
+_MOST_CANDIDATES = 20
+"""vLLM's default for `--max-logprobs`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +107,8 @@ class Piece:
     """The engine's finish reason, `abort` included; None while it samples."""
     stop_reason: str | int | None = None
     spans: tuple[VersionSpan, ...] = ()
+    candidates: tuple[Candidates, ...] = ()
+    """Of every token in `ids`, where they were asked for."""
 
 
 class Probe(StrEnum):
@@ -138,6 +168,7 @@ class Upstream:
         version: int,
         model: str | None = None,
         interval: int = 1,
+        candidates: int = 0,
     ) -> AsyncGenerator[Piece, None]:
         """Sample; yield what comes as it comes. A piece with `finish` is the last.
 
@@ -153,6 +184,7 @@ class Upstream:
             version: stands for a label that cannot be read.
             model: what the request names, where the replica serves adapters; None: nothing.
             interval: tokens per chunk that the engine may gather when nobody watches.
+            candidates: likeliest tokens to tell at each place.
 
         Raises:
             Refused: the request itself is wrong for the engine.
@@ -161,7 +193,7 @@ class Upstream:
         wire = {
             "request_id": request_id,
             "token_ids": msgspec.Raw(b"".join((b"[", prompt, b"," if sampled else b"", _encode(sampled)[1:]))),
-            "sampling_params": _sampling_params(sampling, stop_ids, max_tokens, interval),
+            "sampling_params": _sampling_params(sampling, stop_ids, max_tokens, interval, candidates),
             "stream": True,
             "cache_salt": salt,
         }
@@ -177,7 +209,7 @@ class Upstream:
                 if reply.status != 200:
                     raise _refusal(url, reply.status, await reply.read())
                 while chunk := await reply.read_any(_GATHER_SECONDS if interval > 1 else 0.0):
-                    piece = self._piece(url, decoder, chunk, version)
+                    piece = self._piece(url, decoder, chunk, version, candidates > 0)
                     if piece is not None:
                         finished = piece.finish is not None
                         yield piece
@@ -225,9 +257,10 @@ class Upstream:
             raise ReplicaError("the upstream client is not open")
         return self._session
 
-    def _piece(self, url: str, decoder: SseDecoder, data: bytes, version: int) -> Piece | None:
+    def _piece(self, url: str, decoder: SseDecoder, data: bytes, version: int, with_candidates: bool) -> Piece | None:
         ids: list[int] = []
         logprobs: list[float | None] = []
+        candidates: list[Candidates] = []
         for event in decoder.feed(data):
             if event.data == b"[DONE]":
                 continue
@@ -237,11 +270,13 @@ class Upstream:
                 raise ReplicaError(f"replica {url} sent an event that cannot be read: {error}") from error
             if chunk.error is not None:
                 if ids:
-                    return Piece(ids, logprobs)
+                    return Piece(ids, logprobs, candidates=tuple(candidates))
                 reason = _reason(msgspec.json.encode(chunk.error).decode())
                 if isinstance(chunk.error, dict) and chunk.error.get("code") in _REFUSALS:
                     raise Refused(f"the engine refused the request: {reason}", 400)
                 raise ReplicaError(f"replica {url} reported an error: {reason}")
+            if with_candidates:
+                candidates += _candidates(event.data, sum(len(choice.token_ids or ()) for choice in chunk.choices))
             for choice in chunk.choices:
                 fresh = choice.token_ids or []
                 ids += fresh
@@ -251,8 +286,8 @@ class Upstream:
                         VersionSpan(self._version(span.version, version), span.start, span.end)
                         for span in choice.weight_versions or ()
                     )
-                    return Piece(ids, logprobs, choice.finish_reason, choice.stop_reason, spans)
-        return Piece(ids, logprobs) if ids else None
+                    return Piece(ids, logprobs, choice.finish_reason, choice.stop_reason, spans, tuple(candidates))
+        return Piece(ids, logprobs, candidates=tuple(candidates)) if ids else None
 
     def _version(self, label: str | int, known: int) -> int:
         text = str(label)
@@ -266,14 +301,16 @@ def _refusal(url: str, status: int, body: bytes) -> ReplicaError:
     return ReplicaError(f"replica {url} answered HTTP {status}: {_reason(text)}")
 
 
-def _sampling_params(sampling: Sampling, stop_ids: Sequence[int], max_tokens: int, interval: int) -> dict[str, Any]:
+def _sampling_params(
+    sampling: Sampling, stop_ids: Sequence[int], max_tokens: int, interval: int, candidates: int
+) -> dict[str, Any]:
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "max_tokens": max_tokens,
         "stop_token_ids": list(dict.fromkeys((*stop_ids, *sampling.stop_token_ids))),
-        "logprobs": 0,
+        "logprobs": min(candidates + 1, _MOST_CANDIDATES) if candidates else 0,  # one more: the sampled one counts
         **sampling.extra,
     }
     if sampling.stop:
@@ -291,6 +328,17 @@ def _logprobs(given: _Logprobs | None, count: int) -> list[float | None]:
         None if item.logprob is None or item.logprob <= MISSING_LOGPROB else item.logprob for item in content[:count]
     ]
     return values + [None] * (count - len(values))
+
+
+def _candidates(data: bytes, count: int) -> list[Candidates]:
+    """Return the likeliest tokens at each of an event's places, the likeliest first."""
+    places: list[Candidates] = []
+    for choice in _decode_candidates(data).choices:
+        for place in choice.logprobs.content or () if choice.logprobs is not None else ():
+            known = [(item.token_id, item.logprob) for item in place.top_logprobs if item.logprob is not None]
+            ranked = sorted(known, key=lambda item: -item[1])
+            places.append(tuple(item for item in ranked if item[1] > MISSING_LOGPROB))
+    return (places + [()] * count)[:count]
 
 
 def _reason(text: str) -> str:

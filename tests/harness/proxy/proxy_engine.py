@@ -22,6 +22,8 @@ class Tokens:
 
     ids: list[int]
     logprobs: list[float | None] | None = None
+    top: list[list[tuple[int, float]]] | None = None
+    """Likeliest tokens at each place, as many as were asked for."""
 
 
 @dataclass
@@ -176,9 +178,10 @@ class ScriptedEngine:
     async def _stream(self, generation: Generation, steps: list[Step]) -> AsyncIterator[bytes | None]:
         for step in steps:
             match step:
-                case Tokens(ids, logprobs):
+                case Tokens(ids, logprobs, top):
                     generation.sampled += ids
-                    yield _event(ids, logprobs)
+                    count = generation.request["sampling_params"]["logprobs"]
+                    yield _event(ids, logprobs, top=[place[: max(count, 1)] for place in top] if top else None)
                 case Finish(reason, stop_reason, versions):
                     spans = [(self.version, 0, len(generation.sampled))] if versions is None else versions
                     yield _event([], None, finish_reason=reason, stop_reason=stop_reason, spans=spans)
@@ -198,12 +201,15 @@ class ScriptedEngine:
         yield b"data: [DONE]\n\n"
 
 
-def _event(ids: list[int], logprobs: list[float | None] | None, spans: Any = (), **rest: Any) -> bytes:
+def _event(ids: list[int], logprobs: list[float | None] | None, spans: Any = (), top: Any = None, **rest: Any) -> bytes:
     values = logprobs if logprobs is not None else [-0.5] * len(ids)
+    content: list[dict[str, Any]] = [{"token_id": i, "logprob": v} for i, v in zip(ids, values, strict=True)]
+    for place, best in zip(content, top or (), strict=bool(top)):
+        place["top_logprobs"] = [{"token_id": i, "logprob": v, "rank": None} for i, v in best]
     choice: dict[str, Any] = {
         "index": 0,
         "token_ids": ids,
-        "logprobs": {"content": [{"token_id": i, "logprob": v} for i, v in zip(ids, values, strict=True)]},
+        "logprobs": {"content": content},
         "finish_reason": None,
         "stop_reason": None,
         **rest,

@@ -57,8 +57,10 @@ def test_sampling() -> None:
 
 
 def test_logprobs() -> None:
-    """The sampled token's log-prob may be asked for, by 0 or 1."""
-    assert [parse(logprobs=given).logprobs for given in (None, 0, 1)] == [False, True, True]
+    """The sampled token's log-prob may be asked for, and the likeliest tokens beside it."""
+    requests = [parse(logprobs=given) for given in (None, 0, 1, 20, True)]
+    assert [request.logprobs for request in requests] == [False, True, True, True, True]
+    assert [request.candidates for request in requests] == [0, 0, 1, 20, 0]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,7 @@ def test_logprobs() -> None:
         ({"echo": True}, "echo"),
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 2}, "best_of"),
-        ({"logprobs": 2}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"n": 0}, "n"),
         ({"max_tokens": 0}, "max_tokens"),

@@ -65,7 +65,7 @@ BODIES: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
     (
         "/v1/completions",
         {"prompt": [1, 2], "max_tokens": 3},
-        [{"prompt": ""}, {"prompt": None}, {"max_tokens": 0}, {"logprobs": 2}],
+        [{"prompt": ""}, {"prompt": None}, {"max_tokens": 0}, {"logprobs": 21}],
     ),
     (
         "/v1/responses",

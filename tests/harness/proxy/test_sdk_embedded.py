@@ -89,6 +89,34 @@ def test_every_protocol(proxy: Proxy, engine: Engine, stream: bool) -> None:
         assert (calls[below].parent, calls[below].fork_reason) == (calls[above].call, None)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_likeliest_tokens(proxy: Proxy, engine: Engine, stream: bool) -> None:
+    """As many as asked for, the likeliest first, the sampled one with its recorded log-prob; sampling is the same."""
+    access = proxy.run()
+    client = openai.OpenAI(base_url=access["base_url"], api_key=access["api_key"], max_retries=0)
+    body: dict[str, Any] = {"model": "policy", "messages": GO, "max_tokens": 6, "seed": 3}
+    client.chat.completions.create(**body)
+    entries: list[Any] = []
+    if stream:
+        for chunk in client.chat.completions.create(**body, logprobs=True, top_logprobs=4, stream=True):
+            for choice in chunk.choices:
+                entries += (choice.logprobs.content or []) if choice.logprobs else []
+    else:
+        logprobs = client.chat.completions.create(**body, logprobs=True, top_logprobs=4).choices[0].logprobs
+        assert logprobs is not None
+        entries = list(logprobs.content or ())
+    as_logged(proxy, engine, 2)
+    plain, call = proxy.calls()
+    assert (call.sampled_ids, call.logprobs) == (plain.sampled_ids, pytest.approx(plain.logprobs, abs=1e-6))
+    assert len(entries) == len(call.sampled_ids)
+    for entry, logprob in zip(entries, call.logprobs, strict=True):
+        top = [other.logprob for other in entry.top_logprobs]
+        assert len(top) == 4 and top == sorted(top, reverse=True)
+        assert entry.logprob == pytest.approx(logprob, abs=1e-5)
+        if entry.logprob > top[-1]:
+            assert entry.token in [other.token for other in entry.top_logprobs]
+
+
 def test_grammars_are_refused_by_name(proxy: Proxy, engine: Engine) -> None:
     access = proxy.run()
     client = openai.OpenAI(base_url=access["base_url"], api_key=access["api_key"], max_retries=0)

@@ -23,6 +23,8 @@ class TokenText:
     raw: bytes
     logprob: float | None
     """Nats; None where the engine gave none."""
+    top: tuple[TokenText, ...] = ()
+    """The likeliest tokens here, the first one first, where they were asked for and the engine told them."""
 
 
 @dataclass(frozen=True, slots=True)

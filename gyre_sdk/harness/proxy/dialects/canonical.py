@@ -79,6 +79,8 @@ class ModelRequest:
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
+    candidates: int = 0
+    """Likeliest tokens to show at every place of the answer, beside the one sampled; with `logprobs` only."""
     n: int = 1
     """Answers asked for; with `prompts`, of each of them."""
     tool_choice: ToolChoice = ToolChoice.AUTO

@@ -146,7 +146,9 @@ def _token(token: TokenText) -> dict[str, Any]:
         "token": token.text,
         "logprob": -9999.0 if token.logprob is None else token.logprob,
         "bytes": list(token.raw),
-        "top_logprobs": [],
+        "top_logprobs": [
+            {"token": other.text, "logprob": other.logprob, "bytes": list(other.raw)} for other in token.top
+        ],
     }
 
 

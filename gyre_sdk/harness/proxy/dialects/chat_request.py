@@ -8,6 +8,7 @@ import msgspec
 
 from gyre_sdk.harness.proxy.dialects.canonical import Message, ModelRequest, ToolCall, ToolChoice, in_call_order
 from gyre_sdk.harness.proxy.dialects.fields import (
+    MAX_CANDIDATES,
     MAX_CHOICES,
     decode_object,
     flag,
@@ -55,8 +56,9 @@ def parse_chat(body: bytes) -> ModelRequest:
     options = fields.get("stream_options")
     if options is not None and not isinstance(options, dict):
         refuse("stream_options must be an object", "stream_options")
-    if number(fields, "top_logprobs", 0, 0, 20, integer=True):
-        refuse("top_logprobs above 0 is not offered; logprobs gives the sampled token's", "top_logprobs")
+    candidates = int(number(fields, "top_logprobs", 0, 0, MAX_CANDIDATES, integer=True))
+    if candidates and not flag(fields, "logprobs"):
+        refuse("top_logprobs needs logprobs to be true", "top_logprobs")
     parallel = fields.get("parallel_tool_calls")
     return ModelRequest(
         dialect="chat",
@@ -69,6 +71,7 @@ def parse_chat(body: bytes) -> ModelRequest:
         stream=stream,
         include_usage=bool(stream and options and options.get("include_usage")),
         logprobs=flag(fields, "logprobs"),
+        candidates=candidates,
         n=int(number(fields, "n", 1, 1, MAX_CHOICES, integer=True)),
         tool_choice=choice,
         forced_tool=forced,

@@ -15,6 +15,7 @@ from gyre_sdk.harness.proxy.dialects import AnswerStream, Choice, Dialect, Token
 from gyre_sdk.harness.proxy.dialects.canonical import Delta, ModelRequest, Part
 from gyre_sdk.harness.proxy.dialects.chat import ChatCompletions
 from gyre_sdk.harness.proxy.dialects.fields import (
+    MAX_CANDIDATES,
     MAX_CHOICES,
     decode_object,
     flag,
@@ -66,6 +67,7 @@ class Completions(Dialect):
         structured = fields.get("structured_outputs")
         if structured is not None and not isinstance(structured, dict):
             refuse("structured_outputs must be an object", "structured_outputs")
+        candidates = _candidates(fields)
         limit = {"max_tokens": _TOKENS} if fields.get("max_tokens") is None else {}
         return ModelRequest(
             dialect=self.name,
@@ -77,7 +79,8 @@ class Completions(Dialect):
             raw=prompts,
             stream=stream,
             include_usage=bool(stream and options and options.get("include_usage")),
-            logprobs=_logprobs(fields),
+            logprobs=candidates is not None,
+            candidates=candidates or 0,
             n=n,
             structured=structured or None,
             prompts=prompts,
@@ -159,14 +162,12 @@ def _prompts(given: Any) -> tuple[Prompt, ...]:
     return tuple(found)
 
 
-def _logprobs(fields: dict[str, Any]) -> bool:
-    """Tell whether log-probs are asked for: those of the sampled tokens are all there are."""
+def _candidates(fields: dict[str, Any]) -> int | None:
+    """Return how many of the likeliest tokens to show at every place; None where no log-probs are asked for."""
     given = fields.get("logprobs")
     if given is None or isinstance(given, bool):
-        return bool(given)
-    if not whole(given) or not 0 <= given <= 1:
-        refuse(f"logprobs is {given!r}; 0 or 1 gives the sampled token's, and no others are offered", "logprobs")
-    return True
+        return 0 if given else None
+    return int(number(fields, "logprobs", 0, 0, MAX_CANDIDATES, integer=True))
 
 
 def _head(request: ModelRequest, name: str, at: float) -> dict[str, Any]:
@@ -185,9 +186,15 @@ def _tokens(tokens: Sequence[TokenText], offset: int) -> dict[str, Any]:
     return {
         "tokens": [token.text for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": None,
+        "top_logprobs": [_top(token) for token in tokens] if any(token.top for token in tokens) else None,
         "text_offset": offsets,
     }
+
+
+def _top(token: TokenText) -> dict[str, float | None]:
+    """Return the likeliest tokens at a place by their texts, the sampled one among them."""
+    found = {other.text: other.logprob for other in token.top}
+    return {**found, token.text: token.logprob} if token.text not in found else found
 
 
 def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:

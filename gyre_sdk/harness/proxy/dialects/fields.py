@@ -26,6 +26,7 @@ _NEUTRAL: dict[str, Any] = {
 
 _EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {})
 MAX_CHOICES = 16
+MAX_CANDIDATES = 20
 
 
 def decode_object(body: bytes) -> dict[str, Any]:

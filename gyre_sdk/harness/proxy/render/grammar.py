@@ -66,7 +66,9 @@ def constraint(request: ModelRequest, form: Format | None, thinking: Thinking, l
 
 
 def field_refused(request: ModelRequest, message: str) -> str | None:
-    """Return the field of a request that an engine refuses with `message`, where that is about the constraint."""
+    """Return the field of a request that an engine refuses with `message`, where that is about it."""
+    if request.candidates and "logprobs" in message:
+        return "logprobs" if request.prompts else "top_logprobs"
     if not constrained(request) or not _ABOUT.search(message):
         return None
     if request.tool_choice in _FORCED:

@@ -24,7 +24,7 @@ from gyre_sdk.harness.proxy.routing import Need
 from gyre_sdk.harness.proxy.server.fleet import Fleet, Running
 from gyre_sdk.harness.proxy.server.metrics import Metrics
 from gyre_sdk.harness.proxy.server.names import fresh_name
-from gyre_sdk.harness.proxy.upstream import Refused
+from gyre_sdk.harness.proxy.upstream import Candidates, Refused
 from gyre_sdk.journal import CallIntent
 
 
@@ -37,16 +37,26 @@ class Attempts:
         exchange: the call.
         patience: seconds to wait for a replica that serves.
         interval: tokens per chunk that an engine may gather.
+        candidates: likeliest tokens at each place that the engine is asked for.
     """
 
-    def __init__(self, fleet: Fleet, metrics: Metrics, exchange: Exchange, patience: float, interval: int) -> None:
+    def __init__(
+        self, fleet: Fleet, metrics: Metrics, exchange: Exchange, patience: float, interval: int, candidates: int = 0
+    ) -> None:
         self._fleet = fleet
         self._metrics = metrics
         self._exchange = exchange
         self._patience = patience
         self._interval = interval
+        self._candidates = candidates
+        self._found: dict[int, Candidates] = {}
+        """By place in the answer. They are not recorded: those of a process that died are not known."""
         self._running: Running | None = None
         self._began = time.monotonic()
+
+    def candidates(self, start: int, end: int) -> list[Candidates]:
+        """Return the likeliest tokens at places `[start, end)` of the answer, none where they are not known."""
+        return [self._found.get(place, ()) for place in range(start, end)] if self._found else []
 
     async def find(self, command: FindReplica, intent: CallIntent) -> Event:
         """Wait for a replica and take a place there, until `send` or `over`."""
@@ -122,6 +132,7 @@ class Attempts:
             version=command.version,
             model=running.load.model,
             interval=self._interval,
+            candidates=self._candidates,
         )
         running.task = asyncio.current_task()
         try:
@@ -130,6 +141,8 @@ class Attempts:
                     if not self._exchange.ids:
                         self._metrics.first_token.observe(time.monotonic() - self._began)
                     fleet.heard(running, len(piece.ids))
+                    if piece.candidates:
+                        self._found.update(enumerate(piece.candidates, len(self._exchange.ids)))
                     await take(Sampled(piece.ids, piece.logprobs))
                 if piece.finish in FINISHES:
                     running.finished = True

@@ -102,7 +102,8 @@ class LiveCall(ModelCall):
         self.speech = Speech(template, request, origin.prompt, exchange.call.removeprefix("c-"))
         self._services = services
         interval = 1 if request.stream else services.settings.gather
-        self._attempts = Attempts(services.fleet, services.metrics, exchange, services.settings.patience, interval)
+        settings, candidates = services.settings, request.candidates
+        self._attempts = Attempts(services.fleet, services.metrics, exchange, settings.patience, interval, candidates)
         self._began = time.monotonic()
         self._log: CallLog | None = None
         self._cancelled: Cancelled | None = None
@@ -171,7 +172,8 @@ class LiveCall(ModelCall):
 
     def token_texts(self, start: int, end: int) -> tuple[TokenText, ...]:
         """Return sampled tokens as agents may ask to see them."""
-        return self.speech.tokens(self.exchange.ids[start:end], self.exchange.logprobs[start:end])
+        ids, logprobs = self.exchange.ids[start:end], self.exchange.logprobs[start:end]
+        return self.speech.tokens(ids, logprobs, self._attempts.candidates(start, end))
 
     # -- life --------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from gyre_sdk.harness.proxy.dialects import Answer, Delta, ModelRequest, Part, T
 from gyre_sdk.harness.proxy.dialects.canonical import ToolCall
 from gyre_sdk.harness.proxy.dialects.history import Ids
 from gyre_sdk.harness.proxy.render import Template
+from gyre_sdk.harness.proxy.upstream import Candidates
 
 log = logging.getLogger(__name__)
 PROMPT_TAIL = 8192
@@ -87,13 +89,20 @@ class Speech:
         self._flowed = len(ids)
         return self._flow.settled
 
-    def tokens(self, ids: Sequence[int], logprobs: Sequence[float | None]) -> tuple[TokenText, ...]:
-        """Return tokens as agents may ask to see them."""
-        pieces = pieces_of(self._template.tokenizer)
+    def tokens(
+        self, ids: Sequence[int], logprobs: Sequence[float | None], candidates: Sequence[Candidates] = ()
+    ) -> tuple[TokenText, ...]:
+        """Return tokens as agents may ask to see them, with the likeliest ones at each place where they are known."""
+        shown = [self._token(token, logprob) for token, logprob in zip(ids, logprobs, strict=True)]
+        if not any(candidates):
+            return tuple(shown)
         return tuple(
-            TokenText(self._template.text([token]), pieces.raw(token), logprob)
-            for token, logprob in zip(ids, logprobs, strict=True)
+            replace(token, top=tuple(self._token(*other) for other in top[: self._request.candidates]))
+            for token, top in zip(shown, candidates, strict=True)
         )
+
+    def _token(self, token: int, logprob: float | None) -> TokenText:
+        return TokenText(self._template.text([token]), pieces_of(self._template.tokenizer).raw(token), logprob)
 
     def _speaking(self) -> AnswerParser:
         if self._parser is None:

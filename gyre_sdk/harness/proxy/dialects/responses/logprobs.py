@@ -54,5 +54,7 @@ def shown_token(token: TokenText) -> dict[str, Any]:
         "token": token.text,
         "logprob": _MISSING if token.logprob is None else token.logprob,
         "bytes": list(token.raw),
-        "top_logprobs": [],
+        "top_logprobs": [
+            {"token": other.text, "logprob": other.logprob, "bytes": list(other.raw)} for other in token.top
+        ],
     }

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from gyre_sdk.harness.proxy.dialects.canonical import Message, ModelRequest, ToolChoice, in_call_order
 from gyre_sdk.harness.proxy.dialects.fields import (
+    MAX_CANDIDATES,
     decode_object,
     flag,
     number,
@@ -99,8 +100,9 @@ def _request(fields: dict[str, Any], raw: Sequence[Any], messages: tuple[Message
         if fields.get(name) is not None and not isinstance(fields[name], dict):
             refuse(f"{name} must be an object", name)
     number(fields, "n", 1, 1, 1, integer=True)
-    if number(fields, "top_logprobs", 0, 0, 20, integer=True):
-        refuse("top_logprobs above 0 is not offered; include gives the sampled token's", "top_logprobs")
+    candidates = int(number(fields, "top_logprobs", 0, 0, MAX_CANDIDATES, integer=True))
+    if candidates and not included(fields, WITH_LOGPROBS):
+        refuse(f"top_logprobs needs include to hold {WITH_LOGPROBS!r}", "top_logprobs")
     if flag(fields, "background") and fields.get("store") is False:
         refuse("background needs store: the answer is fetched later", "background")
     flag(fields, "store")
@@ -117,6 +119,7 @@ def _request(fields: dict[str, Any], raw: Sequence[Any], messages: tuple[Message
         stream=flag(fields, "stream"),
         include_usage=True,
         logprobs=included(fields, WITH_LOGPROBS),
+        candidates=candidates,
         tool_choice=choice,
         forced_tool=forced,
         parallel_tool_calls=fields.get("parallel_tool_calls") is not False,
