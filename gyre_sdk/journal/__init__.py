@@ -13,7 +13,17 @@ Invariants:
 
 from gyre_sdk.journal.schema import store_file
 from gyre_sdk.journal.store import Journal
-from gyre_sdk.journal.values import CallIntent, CallSummary, Entry, RecordedExchange, TokenChunk
+from gyre_sdk.journal.values import CallEnd, CallIntent, CallSummary, Entry, RecordedExchange, TokenChunk
 from gyre_sdk.journal.writer import Write
 
-__all__ = ["CallIntent", "CallSummary", "Entry", "Journal", "RecordedExchange", "TokenChunk", "Write", "store_file"]
+__all__ = [
+    "CallEnd",
+    "CallIntent",
+    "CallSummary",
+    "Entry",
+    "Journal",
+    "RecordedExchange",
+    "TokenChunk",
+    "Write",
+    "store_file",
+]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-import zlib
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -17,12 +16,11 @@ from typing import Any, Literal, Self
 import msgspec
 
 from gyre_sdk.errors import JournalError
-from gyre_sdk.journal.blobs import as_ids, as_logprobs, ids_blob, logprobs_blob, plain_blob
-from gyre_sdk.journal.bodies import Fresh, KnownBodies, Packer, compress_early
-from gyre_sdk.journal.digests import ItemCache, Items
+from gyre_sdk.journal.bodies import Fresh
 from gyre_sdk.journal.reader import Reader
-from gyre_sdk.journal.schema import connect, context_start
-from gyre_sdk.journal.values import CallIntent, TokenChunk
+from gyre_sdk.journal.rows import CallRows, insert_attempt
+from gyre_sdk.journal.schema import connect
+from gyre_sdk.journal.values import CallEnd, CallIntent, TokenChunk
 from gyre_sdk.journal.writer import Write, Writer
 from gyre_sdk.records import AttemptRecord, CallId, CallStatus, LaneId, LaneRecord, RunId, RunRecord, RunStatus
 
@@ -40,17 +38,12 @@ class Journal(Reader):
 
     def __init__(self, path: Path | str, mode: Literal["r", "rw"] = "rw") -> None:
         super().__init__(path, mode)
-        self._bodies = KnownBodies()
-        self._packer = Packer()
-        self._items = ItemCache()
-        """The writer's thread alone uses these two."""
+        self._calls = CallRows()
         self._delivered: tuple[list[tuple[CallId]], Write[None]] | None = None
         """Deliveries that wait for the next commit, in a loop that the store has joined."""
         self._delivering = threading.Lock()
         self._joined = False
-        self._unchunked: set[CallId] = set()
-        """Calls received here of which no tokens were written yet."""
-        self._writer = Writer(connect(self.path, "rw"), self.path.name, self._forget) if mode == "rw" else None
+        self._writer = Writer(connect(self.path, "rw"), self.path.name, self._calls.forget) if mode == "rw" else None
 
     def __enter__(self) -> Self:
         return self
@@ -177,82 +170,31 @@ class Journal(Reader):
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def call_received(self, intent: CallIntent, attempt: AttemptRecord | None = None) -> Write[None]:
-        """Record a call before it is dispatched; `attempt` is its first one where that is known already."""
-        shared = intent.shared if intent.parent else 0
-        start = context_start(shared)
-        ids = as_ids(intent.prompt_ids[start:])
-        fresh: Fresh = {}
-        items = Items(
-            self._bodies.digests(intent.messages, fresh),
-            self._bodies.digests(intent.raw, fresh),
-        )
-        request = self._bodies.request(intent.request, fresh)
-        values = (
-            intent.call,
-            intent.run,
-            intent.lane,
-            intent.role,
-            CallStatus.RECEIVED if attempt is None else CallStatus.DISPATCHED,
-            intent.parent,
-            intent.fork_reason,
-            shared,
-            len(intent.prompt_ids),
-            zlib.crc32(ids.tobytes()),
-            self._bodies.packed(intent.sampling, fresh),
-            request,
-            intent.received_at,
-        )
-        early = compress_early(fresh)
-        prompt = ids_blob(ids[shared - start :], ids[: shared - start])
+        """Record a call before it has tokens; `attempt` is its first one where that is known already."""
+        return self._submit_bodies(*self._calls.received(intent, attempt))
 
-        def write(db: sqlite3.Connection) -> None:
-            base = self._packer.insert(db, intent.run, fresh, early) if fresh else None
-            delta, known = self._items.delta(lambda *ask: db.execute(*ask).fetchall(), intent.parent, items)
-            row = db.execute(_INSERT_CALL, values + delta).lastrowid
-            db.execute("INSERT INTO prompt VALUES (?,?)", (row, prompt))
-            if attempt is not None:
-                db.execute(_INSERT_ATTEMPT, (*msgspec.structs.astuple(attempt), b""))
-            self._items.keep(intent.call, known)
-            self._packer.keep(intent.run, base)
-
-        self._unchunked.add(intent.call)
-        return self._submit_bodies(write, fresh)
+    def call_recorded(self, intent: CallIntent, end: CallEnd) -> Write[None]:
+        """Record a call that nothing was recorded of, and its end: for less than the two apart."""
+        return self._submit_bodies(*self._calls.recorded(intent, end))
 
     def call_dispatched(self, attempt: AttemptRecord) -> Write[None]:
         """Record that an engine request for a call is about to be made."""
 
         def write(db: sqlite3.Connection) -> None:
-            db.execute(_INSERT_ATTEMPT, (*msgspec.structs.astuple(attempt), b""))
+            insert_attempt(db, attempt)
             db.execute("UPDATE call SET status=? WHERE call=?", (CallStatus.DISPATCHED, attempt.call))
 
         return self._submit(write)
 
     def tokens_sampled(self, call: CallId, chunk: TokenChunk) -> Write[None]:
         """Append sampled tokens of an open call."""
-        row = _chunk_row(call, chunk)
-        self._unchunked.discard(call)
-
-        def write(db: sqlite3.Connection) -> None:
-            db.execute(_INSERT_CHUNK, row)
-            db.execute("UPDATE call SET status=? WHERE call=?", (CallStatus.STREAMING, call))
-
-        return self._submit(write)
+        return self._submit(self._calls.sampled(call, chunk))
 
     def attempt_ended(
         self, attempt: AttemptRecord, lost: TokenChunk | None = None, kept: TokenChunk | None = None
     ) -> Write[None]:
         """Record how an engine request ended; `lost` holds the tokens that were given up, `kept` those before them."""
-        if kept is not None:
-            self._unchunked.discard(attempt.call)
-
-        def write(db: sqlite3.Connection) -> None:
-            _end_attempt(db, attempt, lost)
-            if lost is not None:
-                db.execute("DELETE FROM chunk WHERE call=?", (attempt.call,))
-            if kept is not None:
-                db.execute(_INSERT_CHUNK, _chunk_row(attempt.call, kept))
-
-        return self._submit(write)
+        return self._submit(self._calls.cut(attempt, lost, kept))
 
     def call_ended(
         self,
@@ -262,7 +204,7 @@ class Journal(Reader):
         at: float,
         sampled: TokenChunk,
         finish_reason: str | None = None,
-        answer: dict[str, Any] | None = None,
+        answer: Any = None,
         error: str | None = None,
         attempt: AttemptRecord | None = None,
     ) -> Write[None]:
@@ -270,43 +212,8 @@ class Journal(Reader):
 
         `attempt` is how the call's last attempt ended, where that is not recorded yet.
         """
-        ids, logprobs = as_ids(sampled.ids), as_logprobs(sampled.logprobs)
-        fresh: Fresh = {}
-        values = (
-            status,
-            len(ids),
-            zlib.crc32(logprobs.tobytes(), zlib.crc32(ids.tobytes())),
-            _pack(sampled.versions),
-            finish_reason,
-            at,
-            error,
-            self._bodies.digest(answer, fresh) if answer is not None else None,
-            call,
-        )
-        tokens = (ids_blob(ids), logprobs_blob(logprobs), call)
-        early = compress_early(fresh)
-        chunked = call not in self._unchunked
-        self._unchunked.discard(call)
-
-        def write(db: sqlite3.Connection) -> None:
-            base = None
-            if fresh:
-                run = db.execute("SELECT run FROM call WHERE call=?", (call,)).fetchone()
-                base = self._packer.insert(db, run[0] if run else "", fresh, early)
-            db.execute(
-                "UPDATE call SET status=?, sampled_len=?, sampled_crc=?, versions=?,"
-                " finish_reason=?, ended_at=?, error=?, answer=? WHERE call=?",
-                values,
-            )
-            if attempt is not None:
-                _end_attempt(db, attempt, None)
-            db.execute("INSERT OR REPLACE INTO sampled SELECT seq, ?, ? FROM call WHERE call=?", tokens)
-            if chunked:
-                db.execute("DELETE FROM chunk WHERE call=?", (call,))
-            if base is not None:
-                self._packer.keep(run[0] if run else "", base)
-
-        return self._submit_bodies(write, fresh)
+        end = CallEnd(status, at, sampled, finish_reason, answer, error, attempt)
+        return self._submit_bodies(*self._calls.ended(call, end))
 
     def call_delivered(self, call: CallId) -> Write[None]:
         """Record that the end of a call's answer reached the agent's connection. Nobody waits for it."""
@@ -351,40 +258,11 @@ class Journal(Reader):
         """Submit a write that brings bodies; they are known once it is durable."""
         future = self._submit(operation)
         if fresh:
-            future.add_done_callback(lambda done: self._bodies.add(fresh) if done.exception() is None else None)
+            future.add_done_callback(lambda done: self._calls.known(fresh) if done.exception() is None else None)
         return future
 
-    def _forget(self) -> None:
-        """Forget what was derived from writes that were rolled back."""
-        self._packer.forget()
-        self._items.forget()
 
-
-_INSERT_CALL = (
-    "INSERT INTO call (call, run, lane, role, status, parent, fork_reason, shared, prompt_len, prompt_crc, sampling, request,"
-    " received_at, messages_shared, messages, raw_shared, raw, sampled_len, sampled_crc, versions)"
-    " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,0,0,x'90')"
-)
 _MARK_DELIVERED = f"UPDATE call SET status='{CallStatus.DELIVERED}' WHERE call=?"
-_INSERT_ATTEMPT = "INSERT INTO attempt VALUES (?,?,?,?,?,?,?,?)"
-_INSERT_CHUNK = "INSERT INTO chunk VALUES (?,?,?,?,?)"
-
-
-def _chunk_row(call: CallId, chunk: TokenChunk) -> tuple[Any, ...]:
-    return (
-        call,
-        chunk.start,
-        plain_blob(as_ids(chunk.ids)),
-        plain_blob(as_logprobs(chunk.logprobs)),
-        _pack(chunk.versions),
-    )
-
-
-def _end_attempt(db: sqlite3.Connection, attempt: AttemptRecord, lost: TokenChunk | None) -> None:
-    db.execute(
-        "UPDATE attempt SET tokens_to=?, end=?, lost=? WHERE call=? AND number=?",
-        (attempt.tokens_to, attempt.end, _pack(lost) if lost else b"", attempt.call, attempt.number),
-    )
 
 
 def _insert_lane(db: sqlite3.Connection, lane: LaneRecord, key_digest: str) -> None:

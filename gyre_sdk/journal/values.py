@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from gyre_sdk.journal.blobs import IDS
-from gyre_sdk.records import CallId, CallStatus, ForkReason, LaneId, RunId, Sampling, VersionSpan
+from gyre_sdk.records import AttemptRecord, CallId, CallStatus, ForkReason, LaneId, RunId, Sampling, VersionSpan
 
 
 class CallIntent(msgspec.Struct, frozen=True):
@@ -26,10 +26,10 @@ class CallIntent(msgspec.Struct, frozen=True):
     sampling: Sampling
     request: dict[str, Any]
     """The request without its messages: canonical fields, unknown ones included. Never a key or a header."""
-    messages: list[dict[str, Any]]
-    """Canonical messages, in order."""
+    messages: Sequence[Any]
+    """Canonical messages, in order: anything that is written as a JSON object."""
     received_at: float
-    raw: list[Any] = []
+    raw: Sequence[Any] = ()
     """The agent's own items (messages, system texts, input items) as sent, in order: any JSON values."""
 
 
@@ -43,6 +43,21 @@ class TokenChunk(msgspec.Struct, frozen=True):
     """Nats, one per id; None where the engine gave none."""
     versions: list[VersionSpan]
     """Spans in the call's sampled ids; may be empty until the engine tells."""
+
+
+class CallEnd(msgspec.Struct, frozen=True):
+    """How a call ended."""
+
+    status: CallStatus
+    at: float
+    sampled: TokenChunk
+    """Starts at 0 and holds every sampled token."""
+    finish_reason: str | None = None
+    answer: Any = None
+    """The assistant message that the agent is given: anything that is written as a JSON object."""
+    error: str | None = None
+    attempt: AttemptRecord | None = None
+    """How the call's last attempt ended, where that is not recorded yet."""
 
 
 class CallSummary(msgspec.Struct, frozen=True):

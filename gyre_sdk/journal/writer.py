@@ -34,7 +34,7 @@ _CROWD = 8
 """Writes in a commit from which on the next one waits for more of them."""
 _GATHER_SECONDS, _GATHERINGS = 0.001, 5
 """ ... for so long at a time, so often at most, and while more come."""
-_FEW, _QUICK_SECONDS, _MEMORY = 2, 0.0005, 8
+_FEW, _QUICK_SECONDS, _MEMORY = 4, 0.0005, 8
 """The loop itself commits so few writes while commits take less than this, over the last so many: waking the thread and
 being woken by it takes as long as a quick disk."""
 _IDLE_SECONDS = 0.02

@@ -10,13 +10,14 @@ import sys
 import textwrap
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gyre_sdk.errors import JournalError
-from gyre_sdk.journal import CallIntent, Journal, TokenChunk
+from gyre_sdk.journal import CallEnd, CallIntent, Journal, TokenChunk
 from gyre_sdk.records import (
     AttemptRecord,
     CallId,
@@ -184,6 +185,53 @@ def test_open_call_shows_its_durable_tokens_and_attempts(tmp_path: Path) -> None
         np.testing.assert_array_equal(arrays.sampled_ids, [5, 6, 7])
         journal.attempt_ended(AttemptRecord(CallId("c1"), 0, "http://a", "req-0", 0, 3, "broken")).result()
         assert journal.attempts("c1")[0].end == "broken"
+
+
+def test_a_call_recorded_whole_reads_like_one_recorded_in_parts(tmp_path: Path) -> None:
+    """The same two calls, the second one after the first, either way; and the journal's own audit finds nothing."""
+    found = []
+    for whole in (False, True):
+        with Journal(tmp_path / f"{whole}.db") as journal:
+            open_run(journal)
+            for call, sampled in (
+                (intent("c1", [1, 2]), [3, 4]),
+                (intent("c2", [1, 2, 3, 4, 5], parent="c1", shared=4), [6]),
+            ):
+                attempt = AttemptRecord(call.call, 0, "http://a", f"req-{call.call}", 0, len(sampled), "finished")
+                chunk = TokenChunk(0, sampled, [-0.5, None][: len(sampled)], [VersionSpan(3, 0, len(sampled))])
+                answer = {"role": "assistant", "content": f"says {call.call}"}
+                end = CallEnd(CallStatus.COMPLETE, 3.0, chunk, "stop", answer, None, attempt)
+                if whole:
+                    journal.call_recorded(call, end).result()
+                else:
+                    journal.call_received(call, msgspec.structs.replace(attempt, tokens_to=0, end="open"))
+                    journal.call_ended(
+                        call.call,
+                        end.status,
+                        at=3.0,
+                        sampled=chunk,
+                        finish_reason="stop",
+                        answer=answer,
+                        attempt=attempt,
+                    ).result()
+            exchanges = journal.exchanges(RUN)
+            found.append((list(journal.calls()), exchanges, [journal.attempts(call) for call in ("c1", "c2")]))
+            assert not list(journal.audit())
+    assert found[0] == found[1]
+    assert [call.sampled_ids for call in found[0][0]] == [[3, 4], [6]]
+
+
+def test_tokens_of_a_call_that_was_refused_are_refused(tmp_path: Path) -> None:
+    """They must not pass for durable: nobody would find them."""
+    with Journal(tmp_path / "s.db") as journal:
+        open_run(journal)
+        chunk = TokenChunk(0, [5], [-1.0], [])
+        for write in (
+            journal.tokens_sampled(CallId("c1"), chunk),
+            journal.call_ended(CallId("c1"), CallStatus.COMPLETE, at=3.0, sampled=chunk),
+        ):
+            with pytest.raises(JournalError, match="call c1 is not in the store"):
+                write.result()
 
 
 def test_entries_replay_in_order(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Durability of one call on the asyncio side: what is written when, and who waits for it.
 
-One write covers intent and first attempt, one the end of the last attempt and of the call; sampled tokens are written
-while they come, one write at a time, so that a slow disk makes larger writes and not a longer queue.
+What nobody waits for waits itself: the intent, the first attempt and tokens that nobody watches are written after
+`interval` seconds, or with the first tokens that an agent waits for. A call that ends before that is written once, whole.
+So an engine may be asked before its call is on record; what it samples is never shown before. Tokens are written one write
+at a time, so that a slow disk makes larger writes and not a longer queue.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any, TypeVar
 
 from gyre_sdk.errors import GyreError, JournalError
 from gyre_sdk.harness.proxy.exchange import Exchange, PersistAttemptEnd, PersistEnd, cut_spans
-from gyre_sdk.journal import CallIntent, Journal, TokenChunk, Write
+from gyre_sdk.journal import CallEnd, CallIntent, Journal, TokenChunk, Write
 from gyre_sdk.records import AttemptRecord, CallId
 
 T = TypeVar("T")
@@ -27,7 +29,7 @@ class CallLog:
         call: whose record this is.
         stored: called in the event loop with the number of tokens that have become durable.
         failed: called in the event loop when a write of tokens was refused.
-        interval: seconds between writes of tokens that nobody waits for.
+        interval: seconds that what nobody waits for may wait to be written.
     """
 
     def __init__(
@@ -45,6 +47,8 @@ class CallLog:
         self._interval = interval
         self._loop = asyncio.get_running_loop()
         self._intent: CallIntent | None = None
+        self._attempt: AttemptRecord | None = None
+        """The first attempt, with an intent that is not written yet."""
         self._attempt_end: AttemptRecord | None = None
         self._waiting: list[Write[Any]] = []
         self._problem: GyreError | None = None
@@ -54,31 +58,30 @@ class CallLog:
         self._timer: asyncio.TimerHandle | None = None
         self._ended = False
 
-    def intent(self, intent: CallIntent) -> None:
-        """Write the intent; the next wait covers it. Held back while the loop goes on: an attempt may come along."""
+    def intent(self, intent: CallIntent, exchange: Exchange) -> None:
+        """Take the intent; it is written in a while."""
         self._intent = intent
-        self._loop.call_soon(self._write_held)
+        self._timer = self._loop.call_later(self._interval, self._write_late, exchange)
 
     def intent_at_once(self, intent: CallIntent) -> None:
         """Write a large intent, in a thread of the caller's."""
         self._waiting.append(self._journal.call_received(intent))
 
-    async def attempt(self, attempt: AttemptRecord) -> None:
-        """Write an attempt and wait until it and everything before it is durable."""
-        intent, self._intent = self._intent, None
-        if intent is not None:
-            self._waiting.append(self._journal.call_received(intent, attempt))
+    def attempt(self, attempt: AttemptRecord) -> None:
+        """Take an attempt. What goes wrong with it is raised where somebody waits."""
+        if self._intent is not None and self._attempt is None:
+            self._attempt = attempt
         else:
             self._write_held()
             self._waiting.append(self._journal.call_dispatched(attempt))
-        await self.settle()
 
     def attempt_end(self, end: PersistAttemptEnd, exchange: Exchange) -> None:
         """Write an attempt's end, and what the call keeps when tokens are given up."""
         if not end.lost_ids:
-            self._attempt_end = end.attempt  # held back like an intent: the call's end may come along
-            self._loop.call_soon(self._write_held)
+            self._attempt_end = end.attempt  # held back: the call's end may come along
+            self._loop.call_soon(self._write_end)
             return
+        self._write_held()
         lost = TokenChunk(end.keep, list(end.lost_ids), list(end.lost_logprobs), list(end.lost_spans))
         kept = None
         if end.keep:
@@ -96,54 +99,65 @@ class CallLog:
             return
         wait = 0.0 if watched else self._interval - (self._loop.time() - self._wrote_at)
         if wait <= 0:
+            self._write_held()
             self._write_tokens(exchange)
         elif self._timer is None:
             self._timer = self._loop.call_later(wait, self._write_late, exchange)
 
     async def end(
-        self,
-        end: PersistEnd,
-        exchange: Exchange,
-        *,
-        at: float,
-        finish: str | None,
-        answer: dict[str, Any] | None,
+        self, end: PersistEnd, exchange: Exchange, *, at: float, finish: str | None, answer: Any | None
     ) -> None:
         """Write the terminal record and wait until it is durable."""
         self._ended = True
         if self._timer is not None:
             self._timer.cancel()
-        attempt, self._attempt_end = self._attempt_end, None
-        self._write_held()
-        self._waiting.append(
-            self._journal.call_ended(
-                self._call,
-                end.status,
-                at=at,
-                sampled=TokenChunk(0, exchange.ids, exchange.logprobs, exchange.known_spans()),
-                finish_reason=finish,
-                answer=answer,
-                error=end.error,
-                attempt=attempt,
+        intent, attempt = self._intent, self._attempt_end
+        sampled = TokenChunk(0, exchange.ids, exchange.logprobs, exchange.known_spans())
+        if intent is not None and (self._attempt is None or attempt is not None):
+            self._intent = self._attempt = self._attempt_end = None
+            whole = CallEnd(end.status, at, sampled, finish, answer, end.error, attempt)
+            self._waiting.append(self._journal.call_recorded(intent, whole))
+        else:
+            self._attempt_end = None
+            self._write_held()
+            self._waiting.append(
+                self._journal.call_ended(
+                    self._call,
+                    end.status,
+                    at=at,
+                    sampled=sampled,
+                    finish_reason=finish,
+                    answer=answer,
+                    error=end.error,
+                    attempt=attempt,
+                )
             )
-        )
         await self.settle()
 
     def _write_held(self) -> None:
-        """Write what was held back and found no company. What goes wrong is raised where somebody waits."""
+        """Write what was held back. What goes wrong is raised where somebody waits."""
         intent, self._intent = self._intent, None
-        attempt, self._attempt_end = self._attempt_end, None
+        attempt, self._attempt = self._attempt, None
+        end, self._attempt_end = self._attempt_end, None
         try:
             if intent is not None:
-                self._waiting.append(self._journal.call_received(intent))
-            if attempt is not None:
-                self._waiting.append(self._journal.attempt_ended(attempt))
+                self._waiting.append(self._journal.call_received(intent, attempt))
+            if end is not None:
+                self._waiting.append(self._journal.attempt_ended(end))
         except (GyreError, ValueError) as error:
             self._problem = error if isinstance(error, GyreError) else JournalError(str(error))
 
+    def _write_end(self) -> None:
+        """Write the end of an attempt that the call's end did not follow."""
+        if self._attempt_end is not None:
+            self._write_held()
+
     def _write_late(self, exchange: Exchange) -> None:
         self._timer = None
-        if not self._writing and not self._ended and len(exchange.ids) > self._written:
+        if self._ended:
+            return
+        self._write_held()
+        if not self._writing and len(exchange.ids) > self._written:
             self._write_tokens(exchange)
 
     def _write_tokens(self, exchange: Exchange) -> None:

@@ -37,7 +37,6 @@ def machine(*events: Event, sampling: Sampling = PLAIN) -> x.Exchange:
 
 SAMPLES: dict[type[Event], Event] = {
     x.Routed: routed(),
-    x.Ready: x.Ready(),
     x.Sampled: sampled(1),
     x.Finished: x.Finished("stop"),
     x.Broken: x.Broken("lost"),
@@ -50,11 +49,11 @@ SAMPLES: dict[type[Event], Event] = {
     x.AgentGone: x.AgentGone(),
     x.Cancelled: x.Cancelled("run closed"),
 }
-TO_STREAMING: list[Event] = [routed(), x.Ready(), sampled(1)]
+TO_STREAMING: list[Event] = [routed(), sampled(1)]
 TO_COMPLETE: list[Event] = [*TO_STREAMING, x.Finished("stop"), x.Ended()]
 REACH: dict[CallStatus, list[Event]] = {
     R: [],
-    D: [routed(), x.Ready()],
+    D: [routed()],
     S: TO_STREAMING,
     C: TO_COMPLETE,
     OK: [*TO_COMPLETE, x.Delivered()],
@@ -62,14 +61,11 @@ REACH: dict[CallStatus, list[Event]] = {
     F: [x.Unserved(3.0), x.Ended()],
 }
 NEEDS: dict[tuple[CallStatus, type[Event]], list[Event]] = {
-    (R, x.Ready): [routed()],
     (R, x.Ended): [x.Unserved(1.0)],
     (D, x.Routed): [x.Broken("lost")],
-    (D, x.Ready): [x.Broken("lost"), routed("b")],
     (D, x.Unserved): [x.Broken("lost")],
     (D, x.Ended): [x.Finished("length")],
     (S, x.Routed): [x.Broken("lost")],
-    (S, x.Ready): [x.Broken("lost"), routed("b")],
     (S, x.Unserved): [x.Broken("lost")],
     (S, x.Ended): [x.Finished("stop")],
 }
@@ -106,8 +102,8 @@ def test_every_target_of_the_table_is_reached() -> None:
         ([*TO_STREAMING], x.Broken("lost"), S),
         ([x.Cancelled("c")], x.Ended(), A),
         ([x.Unserved(1.0)], x.Ended(), F),
-        ([routed(), x.Ready(), x.Cancelled("c")], x.Ended(), A),
-        ([routed(), x.Ready(), x.Rejected(400, "no")], x.Ended(), F),
+        ([routed(), x.Cancelled("c")], x.Ended(), A),
+        ([routed(), x.Rejected(400, "no")], x.Ended(), F),
         ([*TO_STREAMING, x.Cancelled("c")], x.Ended(), A),
         ([*TO_STREAMING, x.Rejected(400, "no")], x.Ended(), F),
     ]
@@ -123,9 +119,8 @@ def test_plain_play() -> None:
     """The whole play, command by command."""
     call = x.Exchange(CallId("c"), PLAIN)
     assert call.start() == [x.PersistIntent(), x.FindReplica()]
-    [attempt] = call.handle(routed())
+    [attempt, send] = call.handle(routed())
     assert isinstance(attempt, x.PersistAttempt)
-    [send] = call.handle(x.Ready())
     assert isinstance(send, x.Send)
     assert (send.sampled, send.max_tokens, send.version) == ((), 16, 7)
     assert call.handle(sampled(1, 2)) == [x.PersistTokens(0)]
@@ -149,8 +144,7 @@ def test_a_broken_attempt_is_continued_and_labelled() -> None:
     assert isinstance(end, x.PersistAttemptEnd)
     assert (end.attempt.end, end.keep, end.lost_ids) == ("broken", 2, ())
     assert find == x.FindReplica("http://a", 0.0)
-    call.handle(routed("b", 8))
-    [send] = call.handle(x.Ready())
+    [_, send] = call.handle(routed("b", 8))
     assert isinstance(send, x.Send)
     assert (send.sampled, send.max_tokens) == ((1, 2), 14)
     call.handle(sampled(3))
@@ -182,9 +176,7 @@ def test_a_begun_stop_string_is_sampled_again() -> None:
 def test_tokens_that_are_complete_need_no_engine() -> None:
     """A stop token or the limit was reached, only the engine's word for it is missing."""
     for last, limit, want in ((260, 16, "stop"), (5, 2, "length")):
-        call = machine(
-            routed(), x.Ready(), sampled(1, last), sampling=Sampling(max_tokens=limit, stop_token_ids=(260,))
-        )
+        call = machine(routed(), sampled(1, last), sampling=Sampling(max_tokens=limit, stop_token_ids=(260,)))
         assert call.handle(x.Broken("lost"))[-1] == x.PersistEnd(C, finish=want)
         again = x.Exchange(CallId("c"), call.sampling, status=S, ids=[1, last], logprobs=[None] * 2, resumed=True)
         assert again.start() == [x.PersistEnd(C, finish=want)]
@@ -194,7 +186,6 @@ def test_attempts_without_a_token_end_the_call() -> None:
     call, delays = machine(), []
     for number in range(6):
         call.handle(routed(str(number)))
-        call.handle(x.Ready())
         command = call.handle(x.Broken("refused"))[-1]
         delays.append(command.delay if isinstance(command, x.FindReplica) else None)
     assert delays == [0.05, 0.2, 0.8, 3.2, 12.8, None]
@@ -213,7 +204,6 @@ def test_a_store_that_fails_delivers_nothing() -> None:
 
 NEXT: list[Callable[[int], Event]] = [
     lambda n: routed(str(n), n % 3),
-    lambda n: x.Ready(),
     lambda n: sampled(*range(1, n % 4 + 1)) if n % 4 else sampled(260),
     lambda n: x.Finished("stop", spans=(VersionSpan(n, 0, n),)),
     lambda n: x.Finished("length"),
@@ -312,11 +302,6 @@ class Shell(RuleBasedStateMachine):
     @rule(version=st.integers(1, 3))
     def route(self, version: int) -> None:
         self.done(x.FindReplica, routed("a", version))
-
-    @precondition(lambda self: self.told(x.PersistAttempt))
-    @rule()
-    def persist_attempt(self) -> None:
-        self.done(x.PersistAttempt, x.Ready())
 
     @precondition(lambda self: self.running and len(self.engine) < 12)
     @rule()

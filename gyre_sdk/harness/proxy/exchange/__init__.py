@@ -1,6 +1,6 @@
 """One call as a sans-I/O state machine: events in, commands out.
 
-    received ──Ready──> dispatched ──Sampled──> streaming ──Ended──> complete ──Delivered──> delivered
+    received ──Routed─> dispatched ──Sampled──> streaming ──Ended──> complete ──Delivered──> delivered
         └──────────────────┴───────────────────────┴──Ended──> failed | aborted
 
 What it promises, whatever the order of events:
@@ -39,7 +39,6 @@ from gyre_sdk.harness.proxy.exchange.events import (
     Ended,
     Event,
     Finished,
-    Ready,
     Rejected,
     Routed,
     Sampled,
@@ -74,7 +73,6 @@ __all__ = [
     "PersistEnd",
     "PersistIntent",
     "PersistTokens",
-    "Ready",
     "Rejected",
     "Release",
     "Routed",

@@ -12,7 +12,7 @@ REJECTED = "rejected_by_engine"
 
 @dataclass(frozen=True, slots=True)
 class PersistIntent:
-    """Record the call."""
+    """Record the call, at the latest with its first tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class FindReplica:
 
 @dataclass(frozen=True, slots=True)
 class PersistAttempt:
-    """Record an attempt; answer with `Ready` when it and everything before it is durable."""
+    """Record an attempt, at the latest with the first tokens that it brings."""
 
     attempt: AttemptRecord
 

@@ -19,11 +19,6 @@ class Routed:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """The intent and the attempt are durable."""
-
-
-@dataclass(frozen=True, slots=True)
 class Sampled:
     """The engine sampled tokens."""
 
@@ -108,7 +103,6 @@ class Cancelled:
 
 Event = (
     Routed
-    | Ready
     | Sampled
     | Finished
     | Broken

@@ -29,7 +29,6 @@ from gyre_sdk.harness.proxy.exchange.events import (
     Ended,
     Event,
     Finished,
-    Ready,
     Rejected,
     Routed,
     Sampled,
@@ -62,8 +61,7 @@ _C, _OK, _A, _F = CallStatus.COMPLETE, CallStatus.DELIVERED, CallStatus.ABORTED,
 
 TRANSITIONS: dict[CallStatus, dict[type[Event], frozenset[CallStatus]]] = {
     _R: {
-        Routed: frozenset({_R}),
-        Ready: frozenset({_D}),
+        Routed: frozenset({_D}),
         Unserved: frozenset({_R}),
         Ended: frozenset({_A, _F}),
         StoreFailed: frozenset({_F}),
@@ -72,7 +70,6 @@ TRANSITIONS: dict[CallStatus, dict[type[Event], frozenset[CallStatus]]] = {
     },
     _D: {
         Routed: frozenset({_D}),
-        Ready: frozenset({_D}),
         Sampled: frozenset({_S}),
         Finished: frozenset({_D}),
         Broken: frozenset({_D}),
@@ -86,7 +83,6 @@ TRANSITIONS: dict[CallStatus, dict[type[Event], frozenset[CallStatus]]] = {
     },
     _S: {
         Routed: frozenset({_S}),
-        Ready: frozenset({_S}),
         Sampled: frozenset({_S}),
         Finished: frozenset({_S}),
         Broken: frozenset({_S, _D}),
@@ -201,13 +197,10 @@ class Exchange:
             self.call, self.attempts, event.replica, event.request_id, len(self.ids), len(self.ids), "open"
         )
         self.attempts += 1
-        return [PersistAttempt(self._attempt)]
-
-    def _on_ready(self, event: Ready) -> list[Command]:
-        attempt = self._running("Ready")
         if self.status is _R:
             self.status = _D
-        return [Send(attempt, self._version, tuple(self.ids), self.sampling.max_tokens - len(self.ids))]
+        send = Send(self._attempt, self._version, tuple(self.ids), self.sampling.max_tokens - len(self.ids))
+        return [PersistAttempt(self._attempt), send]
 
     def _on_sampled(self, event: Sampled) -> list[Command]:
         self._running("Sampled")

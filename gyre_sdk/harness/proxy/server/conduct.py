@@ -35,7 +35,6 @@ from gyre_sdk.harness.proxy.exchange import (
     PersistEnd,
     PersistIntent,
     PersistTokens,
-    Ready,
     Release,
     Sampled,
     Send,
@@ -256,14 +255,11 @@ class LiveCall(ModelCall):
                 if self.prompt_tokens > LARGE:
                     await asyncio.to_thread(writes.intent_at_once, self.intent)
                 else:
-                    writes.intent(self.intent)
+                    writes.intent(self.intent, exchange)
             case FindReplica():
                 return await self._attempts.find(command, self.intent)
             case PersistAttempt():
-                asked = time.monotonic()
-                await writes.attempt(command.attempt)
-                self._services.metrics.durable.observe(time.monotonic() - asked)
-                return Ready()
+                writes.attempt(command.attempt)
             case Send():
                 return await self._attempts.send(command, await self._text(), self._take, self._clean)
             case PersistTokens():
@@ -304,13 +300,15 @@ class LiveCall(ModelCall):
             self.answer = self.speech.end(exchange.ids, reason if isinstance(reason, str) else None)
             calls = bool(self.answer.tool_calls) and command.finish == "stop"
             self.finish = "tool_calls" if calls else command.finish
+        asked = time.monotonic()
         await writes.end(
             command,
             exchange,
             at=time.time(),
             finish=self.finish,
-            answer=msgspec.to_builtins(self.answer.message()) if self.answer is not None else None,
+            answer=self.answer.message() if self.answer is not None else None,
         )
+        self._services.metrics.durable.observe(time.monotonic() - asked)
         if command.status is CallStatus.COMPLETE:
             self.speech.release(len(exchange.ids))
             self.on_complete(self)

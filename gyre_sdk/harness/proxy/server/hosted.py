@@ -174,7 +174,7 @@ class HostedCall(ModelCall):
             asked = time.monotonic()
             await durable(self._services.journal.call_received(self.intent))
             self._services.metrics.durable.observe(time.monotonic() - asked)
-        messages = wire_messages(msgspec.convert(self.intent.messages, list[Message]))
+        messages = wire_messages(self.intent.messages)
         chunks = await self._listen(messages)
         if self._reading.finish is None:
             problem = f"{self._provider.model} broke off in the middle of its answer"
@@ -225,7 +225,7 @@ class HostedCall(ModelCall):
                 at=time.time(),
                 sampled=TokenChunk(0, [], [], []),
                 finish_reason=self.finish,
-                answer=msgspec.to_builtins(answer) if answer is not None else None,
+                answer=answer,
                 error=error,
             )
         )

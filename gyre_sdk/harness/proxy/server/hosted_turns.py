@@ -58,8 +58,8 @@ def prepare_hosted(
             prompt_ids=[],
             sampling=msgspec.structs.replace(request.sampling, max_tokens=limit or 0),
             request=msgspec.to_builtins(record),
-            messages=[msgspec.to_builtins(message) for message in messages],
-            raw=list(request.raw),
+            messages=messages,
+            raw=request.raw,
             received_at=turn.at,
         )
         turn.calls.append(HostedCall(services, request, intent))
@@ -72,7 +72,8 @@ def revive_hosted(services: Services, request: ModelRequest, orphan: Orphan) -> 
     intent = CallIntent(
         call=record.call, run=record.run, lane=record.lane, role=record.role, parent=record.parent,
         fork_reason=record.fork_reason, shared=0, prompt_ids=[], sampling=record.sampling,
-        request=msgspec.to_builtins(orphan.request), messages=orphan.messages, received_at=record.received_at,
+        request=msgspec.to_builtins(orphan.request), messages=msgspec.convert(orphan.messages, list[Message]),
+        received_at=record.received_at,
     )  # fmt: skip
     call = HostedCall(services, request, intent, resumed=True)
     if record.status not in OPEN and orphan.answer is not None:

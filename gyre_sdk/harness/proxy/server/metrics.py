@@ -81,7 +81,7 @@ class Metrics:
             "gyre_first_token_seconds", "From a call's start to its first token.", _FIRST_TOKEN
         )
         self.duration = Histogram("gyre_call_seconds", "From a call's start to its end.", _DURATION)
-        self.durable = Histogram("gyre_durable_seconds", "Wait until a call's intent is durable.", _DURABLE)
+        self.durable = Histogram("gyre_durable_seconds", "Wait until a call's end is durable.", _DURABLE)
 
     def attempt_ended(self, end: str) -> None:
         """Count an engine request."""

@@ -83,7 +83,6 @@ async def prepare(
         match, origin = await _off_loop(large, _continue, run.history, template, lane.record.lane, request, lenient)
         origins.append(origin)
     sampling = _resolve(services, request, template, max(origins, key=lambda origin: len(origin.prompt)), run, turn.at)
-    messages = [msgspec.to_builtins(message) for message in match.messages]
     if size > _KEPT_WHOLE:
         turn.request = run.without_conversation(request)
     for index in range(request.n * len(origins)):
@@ -100,8 +99,8 @@ async def prepare(
             prompt_ids=origin.prompt,
             sampling=sampling,
             request=msgspec.to_builtins(msgspec.structs.replace(stored, index=index)),
-            messages=messages,
-            raw=list(request.raw),
+            messages=match.messages,
+            raw=request.raw,
             received_at=turn.at,
         )
         exchange = Exchange(call, sampling, pause=services.settings.retry_pause)
@@ -167,7 +166,7 @@ async def _off_loop(large: bool, function: Callable[P, T], *args: P.args, **kwar
 
 def track(run: RunState, call: ModelCall) -> None:
     """Have a call join its run's history when it is complete."""
-    messages = tuple(msgspec.convert(call.intent.messages, list[Message]))
+    messages = tuple(call.intent.messages)
     sorter = run.sorters.get(call.intent.request.get("key_lane") or call.intent.lane)
 
     def complete(done: ModelCall) -> None:
@@ -221,7 +220,8 @@ def revive(services: Services, request: ModelRequest, orphans: list[Orphan]) -> 
         intent = CallIntent(
             call=record.call, run=record.run, lane=record.lane, role=record.role, parent=record.parent,
             fork_reason=record.fork_reason, shared=record.shared, prompt_ids=record.prompt_ids, sampling=record.sampling,
-            request=msgspec.to_builtins(orphan.request), messages=orphan.messages, received_at=record.received_at,
+            request=msgspec.to_builtins(orphan.request), messages=msgspec.convert(orphan.messages, list[Message]),
+            received_at=record.received_at,
         )  # fmt: skip
         template = services.templates.of(HistoryPolicy(orphan.request.history))
         origin = Origin(None, 0, None, np.asarray(record.prompt_ids, dtype=np.int32))
