@@ -169,7 +169,7 @@ def _chat_stream(answer: httpx.Response) -> Seen:
                 if call.get("id"):
                     seen.calls.append({"id": call["id"], "name": call["function"]["name"], "arguments": ""})
                 seen.calls[call["index"]]["arguments"] += call["function"].get("arguments") or ""
-            seen.finish = choice["finish_reason"] or seen.finish
+            seen.finish = choice.get("finish_reason") or seen.finish
     assert (events[-1] == "[DONE]") == (seen.error is None)
     return seen
 
