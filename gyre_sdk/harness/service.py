@@ -89,12 +89,15 @@ class ServiceClient:
 
     def __init__(self, url: str, service_key: str, *, timeout: float = 30.0, patience: float = 30.0) -> None:
         self.url = url.rstrip("/")
+        # proxies of the environment neither reach what is near nor may read its key
+        self._asks_environment = not self.url.startswith("http://")
         self._patience = patience
         self._http = httpx.Client(
             base_url=f"{self.url}/gyre/v1",
             headers={"authorization": f"Bearer {service_key}"},
             timeout=timeout,
             limits=httpx.Limits(max_connections=256, max_keepalive_connections=64),
+            trust_env=self._asks_environment,
         )
         self._model_http: Any = None
         self._making = threading.Lock()
@@ -123,6 +126,7 @@ class ServiceClient:
                 self._model_http = openai.DefaultHttpxClient(
                     timeout=openai.Timeout(600.0, connect=5.0),
                     limits=openai.DEFAULT_CONNECTION_LIMITS,
+                    trust_env=self._asks_environment,
                 )
         return self._model_http
 

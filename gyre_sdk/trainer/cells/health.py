@@ -76,7 +76,7 @@ class Health:
         self._clock = clock
         self._period_s = period_s
         self._pulses: dict[str, Pulse] = {}
-        self._http = httpx.Client(timeout=_TIMEOUT, headers={"connection": "close"})
+        self._http = httpx.Client(timeout=_TIMEOUT, headers={"connection": "close"}, trust_env=False)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="health of cells", daemon=True)
 

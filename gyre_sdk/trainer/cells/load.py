@@ -88,7 +88,7 @@ def kv_tokens(url: str) -> float | None:
 
 def _metrics(url: str) -> str | None:
     try:
-        return httpx.get(f"{url}/metrics", timeout=_TIMEOUT_S).text
+        return httpx.get(f"{url}/metrics", timeout=_TIMEOUT_S, trust_env=False).text
     except httpx.HTTPError as error:
         _log.warning("replica %s does not tell the size of its cache: %s", url, error)
         return None

@@ -35,12 +35,14 @@ class Replica:
         """`version` is what it is to serve; errors name it."""
         self.url = url.rstrip("/")
         self._version = version
+        plain = self.url.startswith("http://")
         # vLLM closes a connection after it answered with an error: each request has one of its own
         self._http = httpx.Client(
             base_url=self.url,
             timeout=_QUICK,
             headers={"connection": "close"},
-            verify=not self.url.startswith("http://"),  # loading certificates takes longer than all else
+            verify=not plain,  # loading certificates takes longer than all else
+            trust_env=not plain,  # a proxy of the environment does not reach this machine
         )
 
     def __enter__(self) -> Self:

@@ -10,9 +10,12 @@ from threading import Thread
 import pytest
 from export_kit import USER, Talk, says
 
+from gyre_sdk.harness.service import ServiceClient
 from gyre_sdk.journal import Journal
 from gyre_sdk.trainer.cells.capacity import Load, carried
-from gyre_sdk.trainer.cells.load import LoadMeter, parsed
+from gyre_sdk.trainer.cells.health import Health
+from gyre_sdk.trainer.cells.load import LoadMeter, kv_tokens, parsed
+from gyre_sdk.trainer.transports.replica import Replica
 
 METRICS = """# TYPE vllm:cache_config_info gauge
 vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="0",num_cpu_blocks="None",num_gpu_blocks="512"} 1.0
@@ -27,10 +30,10 @@ def test_the_size_of_a_cache_is_read_from_metrics() -> None:
 
 
 class Metrics(BaseHTTPRequestHandler):
-    """Answers as a replica does that has a cache of 512 blocks."""
+    """Answers as a replica does that has a cache of 512 blocks and serves version 3."""
 
     def do_GET(self) -> None:
-        body = METRICS.encode()
+        body = (METRICS if self.path == "/metrics" else '{"weight_version": "3"}').encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -47,6 +50,23 @@ def replica() -> Iterator[str]:
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
+
+
+def test_a_proxy_of_the_environment_is_not_asked(replica: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing listens where it would be."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert kv_tokens(replica) == 512 * 16
+    health = Health(Now(), 1.0)
+    health.watch([replica])
+    health.beat()
+    assert health.answers(replica)
+    with Replica(replica, 3) as one, ServiceClient(replica, "key") as service:
+        assert one.version() == "3"
+        assert service.model_http.get(replica).status_code == 200
+        assert service._http.get(replica).status_code == 200
 
 
 class Now:

@@ -83,7 +83,7 @@ def _folder_of(url: str) -> Path:
     """Ask a replica which folder it serves."""
     remedy = "give --tokenizer FOLDER, with the model's tokenizer.json"
     try:
-        answer = httpx.get(f"{url}/v1/models", timeout=_ASK_TIMEOUT)
+        answer = httpx.get(f"{url}/v1/models", timeout=_ASK_TIMEOUT, trust_env=False)
         answer.raise_for_status()
         root = str(answer.json()["data"][0].get("root") or "")
     except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
