@@ -330,6 +330,7 @@ class TrainerConfig(msgspec.Struct, frozen=True):
             raise ValueError("engine.transport = 'lora' publishes adapters: set policy.lora, or transport = 'file'")
 
     def _check_cells(self) -> None:
+        assert self.cells is not None
         if self.engine.url is not None:
             raise ValueError("cells start their own replicas: leave engine.url out, or [cells]")
         if not self.engine.publish:
@@ -338,8 +339,11 @@ class TrainerConfig(msgspec.Struct, frozen=True):
             raise ValueError(
                 "weights in 4 bits stay on the GPU, where replicas need the room: leave load_in_4bit or [cells] out"
             )
-        if self.train.fsdp:
-            raise ValueError("train.fsdp spreads one cell over processes, and a cell is one process: leave [cells] out")
+        if self.train.fsdp and self.cells.count > 1 and self.cells.ranks == 1:
+            raise ValueError(
+                "train.fsdp spreads a cell's weights over its processes, and cells.ranks = 1: set it to the GPUs of a cell, or"
+                " leave train.fsdp out"
+            )
 
 
 def load_config(path: Path | str, overrides: list[str] | dict[str, Any] | None = None) -> TrainerConfig:

@@ -14,6 +14,7 @@ import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -38,7 +39,13 @@ class Dealt(Generic[T]):
     mine: T | None
     """None where the batch had nothing left for this rank."""
     names: list[str]
-    """Of all that were dealt in the round."""
+    """Of all that were dealt in the round; empty where rank 0 had none to deal, and will have more."""
+
+
+class _Over(Enum):
+    """Sent in place of a hand: there are no further rounds."""
+
+    OVER = "over"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,24 +78,39 @@ class Ranks:
         Raises:
             TrainerError: on other ranks, when `units` raised on rank 0; there, what it raised.
         """
-        if self.size == 1:
-            for unit in units:
-                yield Dealt(unit, [unit.id])  # type: ignore[attr-defined]
-            return
         waiting = iter(units) if self.leads else iter(())
+        return self.rounds(iter(lambda: list(islice(waiting, self.size)), []))
+
+    def rounds(self, rounds: Iterable[Sequence[T]]) -> Iterator[Dealt[T]]:
+        """Yield what falls to this rank of rounds that are cut already.
+
+        Args:
+            rounds: of at most as many units as there are ranks; looked at on rank 0 only. An empty one reaches every rank.
+
+        Raises:
+            TrainerError: on other ranks, when `rounds` raised on rank 0; there, what it raised.
+        """
+        if self.size == 1:
+            for round_ in rounds:
+                yield Dealt(round_[0] if round_ else None, [unit.id for unit in round_])  # type: ignore[attr-defined]
+            return
+        waiting = iter(rounds)
         while True:
             hands: list[Any] = []
             if self.leads:
                 try:
-                    round_ = list(islice(waiting, self.size))
+                    found = next(waiting, None)
                 except BaseException as error:
                     self._scatter([_Failed(f"{type(error).__name__}: {error}")] * self.size)
                     raise
-                names = [unit.id for unit in round_]  # type: ignore[attr-defined]
-                hands = [Dealt(unit, names) for unit in round_]
-                hands += [Dealt(None, names)] * (self.size - len(round_))
-            hand: Dealt[T] = self._scatter(hands)
-            if not hand.names:
+                if found is None:
+                    hands = [_Over.OVER] * self.size
+                else:
+                    names = [unit.id for unit in found]  # type: ignore[attr-defined]
+                    hands = [Dealt(unit, names) for unit in found]
+                    hands += [Dealt(None, names)] * (self.size - len(found))
+            hand = self._scatter(hands)
+            if hand is _Over.OVER:
                 return
             yield hand
 

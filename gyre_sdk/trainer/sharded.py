@@ -9,17 +9,19 @@ accelerate shards on accelerators only; `prepare_sharding` lets it do the same o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, parse_flag_from_env
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gyre_sdk.errors import SettingsError, TrainerError
 from gyre_sdk.trainer.attention.budget import Budget
@@ -80,6 +82,64 @@ def whole_weights(model: Any, *, keep: bool) -> dict[str, Tensor]:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if keep:
             found[name] = whole.detach().to("cpu")
+    return found
+
+
+def shard(model: Any, device: torch.device, size: int) -> None:
+    """Shard a model over all ranks, layer by layer, in place; no device holds more than a layer of it whole.
+
+    Parameters are gathered and gradients are summed in the type that they have; the executor's precision is autocast.
+
+    Args:
+        device: where this rank computes.
+        size: number of ranks.
+    """
+    mesh = init_device_mesh(device.type, (size,))
+    plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+    layers = set(plain._no_split_modules or ())
+    for module in list(model.modules()):
+        if type(module).__name__ in layers:
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    sum_gradients(model)
+
+
+def fill(targets: Mapping[str, Tensor], whole: Mapping[str, Tensor] | None) -> None:
+    """Fill tensors with rank 0's, one at a time: shards with their part, others with all. Every rank has to call this.
+
+    Args:
+        targets: the same names, shapes and types on every rank.
+        whole: by name, wherever they are; None on the other ranks.
+    """
+    for name, target in targets.items():
+        if whole is None:
+            source = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        else:
+            source = whole[name].detach().to(target.device, target.dtype).contiguous()
+        if isinstance(target, DTensor):
+            part = distribute_tensor(source, target.device_mesh, target.placements).to_local()
+            target.detach().to_local().copy_(part)
+        else:
+            dist.broadcast(source, src=0)
+            target.detach().copy_(source)
+
+
+def whole_gradients(
+    parameters: Mapping[str, Tensor], dtype: Callable[[torch.dtype], torch.dtype], *, keep: bool
+) -> dict[str, Tensor]:
+    """Put shards of gradients together on the CPU, one at a time; every rank has to call this. Empty where not `keep`.
+
+    Args:
+        dtype: the type that a gradient is kept in, of its own.
+    """
+    found: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        if parameter.grad is None:
+            continue
+        grad = parameter.grad.detach()
+        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        if keep:
+            found[name] = whole.to("cpu", dtype(whole.dtype), copy=True)
     return found
 
 

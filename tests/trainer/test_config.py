@@ -114,7 +114,7 @@ def test_cells(tmp_path: Path) -> None:
         (["cells.count=2", "cells.policy=async"], "cells.standing = 0 must lie between 0 and"),
         (["cells.count=2", "cells.standing=2"], "cells.standing = 2 leaves none of 2 cells to serve"),
         (["cells.count=2", "cells.ray_address=auto"], "belong to cells.launcher = 'ray'"),
-        (["cells.count=2", "train.fsdp=true"], "a cell is one process"),
+        (["cells.count=2", "train.fsdp=true"], "cells.ranks = 1: set it to the GPUs of a cell"),
         (["cells.count=2", "policy.lora.load_in_4bit=true"], "weights in 4 bits stay on the GPU"),
         (["cells.count=2", "engine.kind=vllm", "engine.url=http://127.0.0.1:1"], "leave engine.url out"),
         (["cells.count=2", "engine.publish=false"], "engine.publish = true"),

@@ -20,6 +20,9 @@ class CellsConfig(msgspec.Struct, frozen=True):
     policy: Literal["elastic", "async", "colocate"] = "elastic"
     """`elastic`: the waterlevel plan (arXiv:2609.33848). `async`: the first `standing` cells train, the others serve, always.
     `colocate`: all cells serve until no run is left, then all train."""
+    ranks: Positive = 1
+    """Processes of a satellite's training worker, one for each of the cell's GPUs. They train as several of `gyre-train` do:
+    whole copies of the weights, or shards with `train.fsdp`."""
     standing: NotNegative = 0
     """Cells that train all the time."""
     hysteresis: Annotated[float, msgspec.Meta(ge=0)] = 1.0

@@ -236,13 +236,21 @@ class Batch:
             return None
 
     def take(
-        self, holder: str, step: int, digest: str, count: int, seconds: float, stop: Callable[[], bool]
+        self,
+        holder: str,
+        step: int,
+        digest: str,
+        count: int,
+        seconds: float,
+        stop: Callable[[], bool],
+        *,
+        least: int = 1,
     ) -> tuple[Sequence[Lease], Sequence[Unit]] | Refusal:
         """Lease units, waiting a while for some; empty where there was none, or `stop` says so under the lock."""
         give_up = time.monotonic() + seconds
         with self.changed:
             while not (self.closing or stop()):
-                found = self.book.lease(holder, step, digest, self._clock(), count)
+                found = self.book.lease(holder, step, digest, self._clock(), count, least=least)
                 if found.refusal is not None:
                     return found.refusal
                 if found.leases:
@@ -265,14 +273,17 @@ class Batch:
     def commit(
         self,
         contribution: str,
+        holder: str,
         cell: str,
         leases: Sequence[Lease],
         counted: Counted,
         gradients: dict[str, Tensor],
         seconds: float,
     ) -> Ruling:
-        """Make a staged contribution part of the batch, or not."""
-        with self._summing:
+        """Make a staged contribution part of the batch, or not. Its leases hold while others are added."""
+        while not self._summing.acquire(timeout=self.lease_s / 4):
+            self.renew(holder)
+        try:
             with self.changed:
                 work, now = self._work, self._clock()
                 ruling = self.book.commit(contribution, now)
@@ -293,7 +304,9 @@ class Batch:
                 self._measure(cell, tokens, seconds)
             # told before the batch can be collected
             self._observer(events.UnitsCommitted(time.time(), cell, work.open.step, len(leases), tokens, seconds))
-        return ruling
+            return ruling
+        finally:
+            self._summing.release()
 
     def abandon(self, contribution: str) -> None:
         """Give up an offer whose transfer failed."""

@@ -213,17 +213,26 @@ class Book:
     # -- leases --------------------------------------------------------------------------------------------------------
 
     def lease(
-        self, holder: str, step: int, digest: str, now: float, count: int = 1, *, lasts: float | None = None
+        self,
+        holder: str,
+        step: int,
+        digest: str,
+        now: float,
+        count: int = 1,
+        *,
+        least: int = 1,
+        lasts: float | None = None,
     ) -> Leased:
         """Lease free units, the oldest first.
 
-        Near the end of what is there nobody gets more than half of an equal share, but one: so all end together.
+        Near the end of what is there nobody gets more than half of an equal share, but `least`: so all end together.
 
         Args:
             step: of the batch that the holder works on.
             digest: of the weights that it has.
             now: seconds, on the caller's clock.
             count: units at most.
+            least: units that the holder computes at the same time.
             lasts: seconds; None: as long as this book's leases do.
         """
         batch = self._batch
@@ -233,7 +242,7 @@ class Book:
             return Leased(refusal=Refusal.WRONG_WEIGHTS)
         self._expire(now)
         batch.holders.add(holder)
-        share = max(1, len(batch.free) // (2 * len(batch.holders)))
+        share = max(least, len(batch.free) // (2 * len(batch.holders)))
         found = []
         for _ in range(min(count, share, len(batch.free))):
             place = batch.free.popleft()

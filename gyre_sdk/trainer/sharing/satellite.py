@@ -12,18 +12,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
 from uuid import uuid4
 
 from gyre_sdk.errors import SettingsError
 from gyre_sdk.trainer.sharing.book import Lease, Ruling, Verdict
 from gyre_sdk.trainer.sharing.link import Link, LinkLost, come
-from gyre_sdk.trainer.sharing.tensors import fingerprint, frozen, gradients, trainable, weights
+from gyre_sdk.trainer.sharing.part import Part
+from gyre_sdk.trainer.sharing.tensors import fingerprint
 from gyre_sdk.trainer.sharing.wire import (
     Address,
     Beat,
-    Counted,
     GiveBack,
     Hello,
     Join,
@@ -45,7 +44,7 @@ from gyre_sdk.trainer.sharing.wire import (
 from gyre_sdk.trainer.units import Unit
 
 CHUNK = 4
-"""Units that are leased at a time, at most."""
+"""Units for each rank that are leased at a time, at most."""
 _OUTWEIGHS = 10.0
 """Times that computing a contribution takes as long as its push, before it is pushed without need."""
 _BACKOFF_S = (0.05, 2.0)
@@ -58,27 +57,6 @@ _TRIES = 3
 _log = logging.getLogger("gyre.trainer")
 
 
-class Policy(Protocol):
-    """What a satellite computes with."""
-
-    @property
-    def model(self) -> Any:
-        """The policy, whose weights are overwritten and whose gradients are read."""
-
-    def enter(self) -> None:
-        """Get what computing needs: the devices are the satellite's now."""
-
-    def compute(self, unit: Unit, version: int | None, counted: Counted) -> None:
-        """Add a unit's un-normalised gradient into the parameters' `.grad`, and count it.
-
-        Args:
-            version: number of the weights in training, if they have one.
-        """
-
-    def leave(self) -> None:
-        """Free the devices."""
-
-
 class Satellite:
     """One satellite. `run` serves core after core until it is stopped."""
 
@@ -87,7 +65,7 @@ class Satellite:
         address: Address,
         key: bytes,
         cell: str,
-        policy: Policy,
+        part: Part,
         *,
         ready: Callable[[], None] = lambda: None,
         chunk: int = CHUNK,
@@ -98,16 +76,16 @@ class Satellite:
             address: where the core listens.
             key: that the core has too.
             cell: name of the cell that it trains on.
+            part: what it computes with; that of rank 0.
             ready: called when the core has let it in for the first time.
-            chunk: units that it leases at a time, at most.
+            chunk: units for each rank that it leases at a time, at most.
         """
         self._address = address
         self._key = key
         self._cell = cell
-        self._policy = policy
+        self._part = part
         self._ready: Callable[[], None] | None = ready
         self._chunk = chunk
-        self._base = fingerprint(frozen(policy.model))
         self._stopping = threading.Event()
         self._push_s = 0.0
         self._forget_core()
@@ -138,7 +116,7 @@ class Satellite:
                 if self._link is not None:
                     self._link.close()
                 if self._inside:
-                    self._policy.leave()
+                    self._part.leave()
                 self._forget_core()
 
     def stop(self) -> None:
@@ -160,10 +138,8 @@ class Satellite:
     def _drop(self) -> None:
         """Forget what is computed and not committed."""
         self._leases: list[Lease] = []
-        self._counted = Counted()
         self._seconds = 0.0
-        for parameter in trainable(self._policy.model).values():
-            parameter.grad = None
+        self._part.drop()
 
     def _serve(self, line: Line) -> None:
         self._line = line
@@ -222,7 +198,7 @@ class Satellite:
         """Wait to be let into a batch, and work on it; or leave."""
         if self._leaving:
             self._leave()
-        answer = self._ask(Join(self._base))
+        answer = self._ask(Join(self._part.base))
         tries = 1
         while isinstance(answer, Pull):
             if self._pull(answer):
@@ -231,7 +207,7 @@ class Satellite:
             if tries == _TRIES:
                 raise LinkLost(f"{tries} pulls in a row brought other weights than the core's")
             tries += 1
-            answer = self._ask(Join(self._base))
+            answer = self._ask(Join(self._part.base))
         if isinstance(answer, Turned):
             raise SettingsError(f"the core turned the worker on {self._cell} away: {answer.reason}")
         if not isinstance(answer, Wait):
@@ -242,7 +218,7 @@ class Satellite:
         assert self._line is not None
         self._drop()
         if self._inside:
-            self._policy.leave()
+            self._part.leave()
         self._inside = self._leaving = False
         if self._link is not None:
             self._link.close()
@@ -253,20 +229,20 @@ class Satellite:
         """Fetch the weights of the batch; tell whether they came whole."""
         assert self._line is not None
         if not self._inside:
-            self._policy.enter()
+            self._part.enter()
             self._inside = True
         if pull.meeting is not None:
             self._link = come(pull.meeting, self._line.here)
         assert self._link is not None
         self._drop()
-        own = weights(self._policy.model)
-        self._link.receive(own)
-        return fingerprint(own) == pull.digest
+        return self._part.pull(self._link.receive, pull.digest)
 
     def _work(self, pull: Pull) -> None:
         """Compute units of the batch until it is over, or the core wants this cell back."""
         while not self._stopping.is_set():
-            answer = self._ask(Take(pull.step, pull.digest, self._chunk, not self._leases))
+            answer = self._ask(
+                Take(pull.step, pull.digest, self._chunk * self._part.at_once, self._part.at_once, not self._leases)
+            )
             match answer:
                 case Units():
                     self._compute(answer, pull.version)
@@ -285,24 +261,38 @@ class Satellite:
 
     def _compute(self, found: Units, version: int | None) -> None:
         """Compute what was leased; give back what is left when it is time to leave."""
-        for place, (lease, unit) in enumerate(zip(found.leases, found.units, strict=True)):
-            if place and self._told_to_leave():
-                assert self._line is not None
-                self._line.send(GiveBack(found.leases[place:]))
-                return
-            began = time.monotonic()
-            self._policy.compute(unit, version, self._counted)
-            self._seconds += time.monotonic() - began
-            self._leases.append(lease)
+        own = list(zip(found.leases, found.units, strict=True))
+        if self._part.at_once > 1:
+            own.sort(key=lambda pair: -pair[0].tokens)  # who has the same round has about the same work
+        broken: list[ConnectionError] = []
+
+        def taken() -> Iterator[Unit]:
+            for place, (lease, unit) in enumerate(own):
+                try:
+                    if place and self._told_to_leave():
+                        assert self._line is not None
+                        self._line.send(GiveBack(tuple(lease for lease, _ in own[place:])))
+                        return
+                except ConnectionError as error:
+                    broken.append(error)
+                    return
+                self._leases.append(lease)
+                yield unit
+
+        began = time.monotonic()
+        self._part.work(taken(), version)
+        self._seconds += time.monotonic() - began
+        if broken:
+            raise broken[0]
 
     def _offer(self, step: int) -> None:
         """Offer what is computed, push it if it may come, and begin anew."""
-        found = gradients(self._policy.model)
+        counted, found = self._part.gather()
         offer = Offer(
             contribution=f"{self._cell}-{uuid4().hex}",
             step=step,
             leases=tuple(self._leases),
-            counted=self._counted,
+            counted=counted,
             names=tuple(found),
             digest=fingerprint(found),
             seconds=self._seconds,

@@ -182,7 +182,13 @@ class Seat:
     def _take(self, message: Take) -> None:
         seconds = self._patience() if message.patient else 0.0
         found = self._batch.take(
-            self.holder, message.step, message.digest, message.count, seconds, lambda: not self._admitted()
+            self.holder,
+            message.step,
+            message.digest,
+            message.count,
+            seconds,
+            lambda: not self._admitted(),
+            least=message.least,
         )
         if isinstance(found, Refusal):
             self.line.send(Stale(found))
@@ -205,10 +211,10 @@ class Seat:
             if ruling.verdict is not Verdict.SEND:
                 return
             staged = self._stage(message)
-            if fingerprint(staged) != message.digest:
+            if fingerprint(staged, self._renew) != message.digest:
                 raise LinkLost("its gradient came damaged")
             ruling = batch.commit(
-                message.contribution, self.cell, message.leases, message.counted, staged, message.seconds
+                message.contribution, self.holder, self.cell, message.leases, message.counted, staged, message.seconds
             )
         except LinkLost:
             batch.abandon(message.contribution)
@@ -230,11 +236,14 @@ class Seat:
         staged = {
             name: torch.empty(own[name].shape, dtype=summed(own[name].dtype), device=device) for name in message.names
         }
-        self._link.receive(staged, lambda: self._batch.renew(self.holder))
+        self._link.receive(staged, self._renew)
         with self._batch.changed:
             self._passed.pushes += 1
             self._passed.push_s += time.monotonic() - began
         return staged
+
+    def _renew(self) -> None:
+        self._batch.renew(self.holder)
 
     def _patience(self) -> float:
         return min(_ANSWER_S, self._batch.lease_s / 4)

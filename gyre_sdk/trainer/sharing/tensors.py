@@ -7,7 +7,7 @@ are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from hashlib import blake2b
 from typing import Any
@@ -51,21 +51,23 @@ def summed(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+def fingerprint(tensors: Mapping[str, Tensor], alive: Callable[[], None] = lambda: None) -> str:
     """Return a hash of names, shapes, types and bits. It tells what was damaged or is another's, not what was forged.
 
-    Sums of the numbers' bits times odd numbers, modulo 2^64: a pass over memory, on whatever device they are.
+    Sums of the numbers' bits times odd numbers, modulo 2^64: a pass over memory, on whatever device they are. `alive` is
+    called for each piece.
     """
     found = blake2b(digest_size=16)
     for name, tensor in tensors.items():
-        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_bits(tensor):x}\n".encode())
+        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_bits(tensor, alive):x}\n".encode())
     return found.hexdigest()
 
 
-def _bits(tensor: Tensor) -> int:
+def _bits(tensor: Tensor, alive: Callable[[], None]) -> int:
     found = 0
     numbers = tensor.detach().reshape(-1)
     for chunk in numbers.view(_INTEGERS[tensor.element_size()]).split(_CHUNK):
+        alive()
         odd = _odd(str(tensor.device))[: len(chunk)]
         found = (found * _STEP + int((chunk.to(torch.int64) * odd).sum())) & _MASK
     return found

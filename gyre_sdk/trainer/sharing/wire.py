@@ -105,6 +105,8 @@ class Take(Message, frozen=True):
     """Fingerprint of the weights that it has."""
     count: int
     """Units at most."""
+    least: int
+    """Units that it computes at the same time: it gets as many where there are."""
     patient: bool
     """False wants `Wait` at once where there is none: it has something to offer in the meantime."""
 

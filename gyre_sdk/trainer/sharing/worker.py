@@ -3,7 +3,8 @@
     python -m gyre_sdk.trainer.sharing.worker --config FILE --core HOST:PORT --key-file FILE --cell NAME
 
 It loads the policy that the trainer trains, dials in, and waits to be admitted. While its cell serves it holds no memory
-of a GPU. Exit status: 0 interrupted, 1 it cannot go on, 2 the settings are wrong.
+of a GPU. With `cells.ranks` it starts more processes like itself, and leads them. Exit status: 0 interrupted, 1 it cannot
+go on, 2 the settings are wrong.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import msgspec
 import typer
@@ -22,101 +23,16 @@ import typer
 from gyre_sdk.errors import GyreError, SettingsError
 from gyre_sdk.trainer.config import TrainerConfig, load_config, read_config
 from gyre_sdk.trainer.main import DONE, FAILED, MISCONFIGURED, quiet_libraries
+from gyre_sdk.trainer.sharing.companions import Companions, Meeting, devices_of
+from gyre_sdk.trainer.sharing.companions import meet as meet_ranks
 from gyre_sdk.trainer.sharing.satellite import Satellite
-from gyre_sdk.trainer.sharing.wire import Address, Counted
-from gyre_sdk.trainer.units import Unit
+from gyre_sdk.trainer.sharing.wire import Address
+
+if TYPE_CHECKING:
+    from gyre_sdk.trainer.sharing.cell_policy import CellPolicy
 
 READY = "gyre-worker ready on"
 """Start of the line that is printed once the core has let it in; the cell's name follows."""
-
-
-class CellPolicy:
-    """The policy of a config, with its loss, executor and reference: what `TreeGRPOTrainer` trains, without an optimizer."""
-
-    def __init__(self, config: TrainerConfig) -> None:
-        """Load it, on the CPU.
-
-        Raises:
-            SettingsError: the settings cannot be shared by several cells.
-            TrainerError: the policy cannot be loaded.
-        """
-        import torch
-        from trl.trainer.utils import disable_dropout_in_model
-
-        from gyre_sdk.trainer.arguments import arguments
-        from gyre_sdk.trainer.policy import load_policy
-        from gyre_sdk.trainer.team import reference_of
-
-        train = msgspec.structs.replace(config.train, report_to=[])
-        if train.sync_ref_model:
-            raise SettingsError("sync_ref_model moves the trainer's reference only: satellites need it to be false")
-        if train.threads:
-            torch.set_num_threads(train.threads)
-        self._args = arguments(train, config.output.dir)
-        self._options = self._args.loss_options()
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = load_policy(config.policy)
-        if self._args.disable_dropout:
-            disable_dropout_in_model(self.model)
-        if train.activation_checkpointing:
-            self.model.activation_checkpointing_enable()
-        self.model.train()
-        self._beside = reference_of(config.policy, config.train)
-        self._executor: Any = None
-        self._reference: Any = None
-
-    def enter(self) -> None:
-        """Go where it computes."""
-        self._move(self._device)
-
-    def leave(self) -> None:
-        """Free the GPU."""
-        import torch
-
-        self._move(torch.device("cpu"))
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def compute(self, unit: Unit, version: int | None, counted: Counted) -> None:
-        """Add a unit's gradient, and count it."""
-        from gyre_sdk.trainer.unit_step import accumulate
-
-        self._prepare()
-        found = accumulate(
-            unit,
-            counted.totals,
-            counted.mismatch,
-            self._options,
-            self._executor,
-            self._reference,
-            version=version,
-            device=self._device,
-        )
-        counted.found.add(found)
-
-    def _prepare(self) -> None:
-        """Make what runs the model, once it is where it computes."""
-        from gyre_sdk.trainer.attention.choose import choose
-        from gyre_sdk.trainer.reference import AdapterOff, FrozenCopy
-
-        if self._executor is not None:
-            return
-        wanted: Any = self._args.executor
-        budget = self._args.budget()
-        self._executor = choose(self.model, wanted, budget)
-        if self._options.needs_reference:
-            self._reference = (
-                AdapterOff(self.model, self._executor)
-                if self._beside is None
-                else FrozenCopy(self._beside, lambda model: choose(model, wanted, budget))
-            )
-
-    def _move(self, device: Any) -> None:
-        if self._device.type == "cpu":
-            return
-        self.model.to(device)
-        if self._beside is not None:
-            self._beside.to(device)
 
 
 def command(
@@ -125,15 +41,65 @@ def command(
     key_file: Annotated[Path, typer.Option(help="File with the key of the training; nobody else may read it.")],
     cell: Annotated[str, typer.Option(help="Name of the cell.")],
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set any key.")] = None,
+    rank: Annotated[
+        str | None, typer.Option(metavar="RANK/RANKS", help="Follow the worker that started this one.")
+    ] = None,
+    meet: Annotated[int, typer.Option(metavar="PORT", help="Where that one waits for it.")] = 0,
 ) -> None:
     """Train units of the batch that a trainer has open, whenever it admits this cell."""
     try:
         settings = _settings(config, set_ or [])
+        address, secret = _address(core), _key(key_file)
         quiet_libraries()
-        Satellite(_address(core), _key(key_file), cell, CellPolicy(settings), ready=lambda: _say(cell)).run()
+        if rank is not None:
+            _follow(settings, rank, meet)
+        again = ["--config", str(config), "--core", core, "--key-file", str(key_file), "--cell", cell]
+        for pair in set_ or []:
+            again += ["--set", pair]
+        _lead(settings, address, secret, cell, again)
     except GyreError as error:
         sys.stderr.write(f"gyre-worker: {type(error).__name__}: {error}\n")
         raise typer.Exit(MISCONFIGURED if isinstance(error, SettingsError) else FAILED) from None
+
+
+def _lead(settings: TrainerConfig, address: Address, key: bytes, cell: str, arguments: list[str]) -> None:
+    """Be the worker, or rank 0 of it. `arguments`: of this process."""
+    size = settings.cells.ranks if settings.cells is not None else 1
+    companions = None
+    if size > 1:
+        import torch
+
+        places = devices_of(size, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        companions = Companions([_module(), *arguments], size, places)
+    try:
+        part = _part(settings, companions.meeting if companions is not None else None)
+        Satellite(address, key, cell, part, ready=lambda: _say(cell)).run()
+    finally:
+        if companions is not None:
+            companions.end()
+
+
+def _follow(settings: TrainerConfig, place: str, port: int) -> NoReturn:
+    """Do what rank 0 says until it ends; then this process is ended too."""
+    rank, _, size = place.partition("/")
+    if not (rank.isdigit() and size.isdigit() and 0 < int(rank) < int(size)):
+        raise SettingsError(f"--rank {place!r} is not RANK/RANKS, for example 1/2")
+    _part(settings, Meeting(int(rank), int(size), port)).follow()
+
+
+def _part(settings: TrainerConfig, meeting: Meeting | None) -> CellPolicy:
+    from gyre_sdk.trainer.ranks import Ranks
+    from gyre_sdk.trainer.sharing.cell_policy import CellPolicy
+
+    if meeting is not None:
+        meet_ranks(meeting)
+    return CellPolicy(settings, Ranks())
+
+
+def _module() -> str:
+    """Return the module that this process runs."""
+    spec = sys.modules["__main__"].__spec__
+    return __name__ if spec is None else spec.name
 
 
 def _settings(path: Path, pairs: list[str]) -> TrainerConfig:

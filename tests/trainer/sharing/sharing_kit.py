@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from gyre_sdk.trainer.sharing import tensors
+from gyre_sdk.trainer.sharing.part import Part
 from gyre_sdk.trainer.sharing.satellite import Satellite
 from gyre_sdk.trainer.sharing.wire import Counted, Offer, Ruled
 from gyre_sdk.trainer.units import Unit
@@ -55,22 +56,27 @@ def unit(number: int, tokens: int) -> Unit:
     return Unit(f"u{number}", "g", (), 1, tokens)
 
 
-class TinyPolicy:
+class TinyPolicy(Part):
     """What a satellite, or the core, computes with."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self.model = Tiny(seed)
+    def __init__(self, seed: int = 0, base: float = 1.0) -> None:
+        """`base`: of the weights that are not trained."""
+        model = Tiny(seed)
+        with torch.no_grad():
+            model.fixed.mul_(base)
+        super().__init__(model)
         self.entered = False
 
-    def enter(self) -> None:
+    def occupy(self) -> None:
         assert not self.entered
         self.entered = True
 
-    def leave(self) -> None:
+    def free(self) -> None:
         assert self.entered
         self.entered = False
 
-    def compute(self, unit: Unit, version: int | None, counted: Counted) -> None:
+    def compute(self, unit: Unit | None, version: int | None, counted: Counted) -> None:
+        assert unit is not None
         draw = torch.Generator().manual_seed(int(unit.id[1:]))
         x = torch.randn(unit.tokens, 4, generator=draw, dtype=torch.float64)
         self.model(x, seldom=int(unit.id[1:]) % 7 == 3).log_softmax(-1)[:, 0].sum().backward()
@@ -114,13 +120,13 @@ class _Troubled(Satellite):
         self._frozen = False
         self._wake = threading.Event()
         super().__init__(*arguments, **more)
-        inner = self._policy.compute
+        inner = self._part.compute
 
-        def compute(unit: Unit, version: int | None, counted: Counted) -> None:
+        def compute(unit: Unit | None, version: int | None, counted: Counted) -> None:
             self._come_by("compute")
             inner(unit, version, counted)
 
-        self._policy.compute = compute  # type: ignore[method-assign]
+        self._part.compute = compute  # type: ignore[method-assign]
 
     def wake(self) -> None:
         self._frozen = False

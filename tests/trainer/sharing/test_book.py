@@ -143,6 +143,18 @@ def test_chunks_shrink_towards_the_end() -> None:
     assert sizes == sorted(sizes, reverse=True) and set(sizes[-4:-1]) == {1}
 
 
+def test_a_holder_that_computes_several_at_a_time_gets_as_many() -> None:
+    """Near the end too, where a share would leave its ranks without work; never more than it asked for, or than there are."""
+    book = Book(lease_s=10)
+    book.open(1, 7, "theta")
+    for number in range(9):
+        book.add(f"u{number}", 1)
+    sizes = [
+        len(book.lease(who, 1, "theta", 0, 4, least=least).leases) for who, least in (("A", 1), ("B", 3), ("B", 9))
+    ]
+    assert sizes == [4, 3, 2]
+
+
 def test_tokens_of_a_book_that_begins_later_are_higher() -> None:
     """So that no lease of a core that has died holds at the one that replaces it."""
     before, after = Book(lease_s=1), Book(lease_s=1, after=10**6)

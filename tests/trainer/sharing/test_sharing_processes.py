@@ -239,6 +239,24 @@ def test_a_gradient_that_came_damaged_is_thrown_away(pool: Pool) -> None:
             assert not stage.own
 
 
+def test_a_lease_outlives_the_digest_of_a_large_gradient(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every piece of it takes more than half a lease; nothing is heard of the satellite in the meantime."""
+    digest, units = tensors.fingerprint, some_units(random.Random(4))
+    with Stage(pool) as stage:
+
+        def slowly(found: Any, alive: Any = lambda: None) -> str:
+            def piece() -> None:
+                stage.jumped += 11.0
+                alive()
+
+            return digest(found, piece)
+
+        monkeypatch.setattr(seat, "fingerprint", slowly)
+        hand = stage.hand("one", chunk=4)
+        stage.check(Trainer(stage.core, iter(units)), units)
+        assert stage.jumped > 20.0 and not stage.own and not hand.heard("refused")
+
+
 def test_an_offer_made_twice_is_acknowledged_and_added_once(pool: Pool) -> None:
     for seed in range(8):
         draw = random.Random(seed)
@@ -391,7 +409,7 @@ def test_a_sum_that_broke_ends_the_step() -> None:
         assert not isinstance(taken, Refusal)
         assert batch.offer(name, "one", 1, taken[0]).verdict is Verdict.SEND
         with nullcontext() if name == "fits" else pytest.raises(RuntimeError, match="size"):
-            batch.commit(name, "one", taken[0], Counted(), {"first.bias": torch.zeros(size)}, 0.1)
+            batch.commit(name, "one", "one", taken[0], Counted(), {"first.bias": torch.zeros(size)}, 0.1)
     for end in (batch.take_own, lambda: (batch.end(), batch.collect(model))):
         with pytest.raises(RuntimeError, match="size"):
             end()
@@ -421,12 +439,10 @@ def test_beats_alone_keep_no_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_has_another_key_or_another_base_model_is_not_let_in() -> None:
-    policy = TinyPolicy()
+    policy = TinyPolicy(base=2.0)
     with Core(key=KEY) as core:
         with pytest.raises(ConnectionError):
             dial(core.address, b"another key", 5.0)
-        with torch.no_grad():
-            policy.model.fixed.add_(1.0)
         core.admit("other")
         core.close_gate()
         trainer = Trainer(core, iter(some_units(random.Random(0))))

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from sharing_kit import KEY, SECONDS, until
-from tiny_policy import gradient, pure64, random_row, relative, tiny_model, unit_of
+from tiny_policy import gradient, pure64, relative, tiny_model
 from training_kit import CONFIG, make_training
+from worker_kit import LORA, START_S, Cells, make_settings, policy_of, start_worker, step, units_of
 
 from gyre_sdk import events
 from gyre_sdk.errors import SettingsError
-from gyre_sdk.trainer.config import TrainerConfig, load_config, save_config
+from gyre_sdk.trainer.config import load_config, save_config
 from gyre_sdk.trainer.policy import load_policy
 from gyre_sdk.trainer.ranks import Ranks
 from gyre_sdk.trainer.sharing import worker
@@ -28,62 +25,17 @@ from gyre_sdk.trainer.sharing.core import Core
 from gyre_sdk.trainer.trainer import StepReport, TreeGRPOConfig, TreeGRPOTrainer, make_trainer
 from gyre_sdk.trainer.units import Unit
 
-HERE = Path(__file__).parent
-START_S = 180.0
-"""That a worker may take to import what it needs, on a busy machine."""
-LORA = CONFIG.replace("[tasks]", "[policy.lora]\nr = 2\nalpha = 4\n[tasks]")
-MORE = """
-loss_type = "dapo"
-importance_sampling = "truncate"
-entropy_coef = 0.1
-beta = 0.05
-executor = "flat"
-[proxy]"""
-
-
-@dataclass
-class Cells:
-    """A core and its workers."""
-
-    config: TrainerConfig
-    core: Core
-    names: list[str]
-    seen: list[events.Event]
-    workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
-
-    def committed(self, cell: str) -> int:
-        return sum(one.units for one in self.seen if isinstance(one, events.UnitsCommitted) and one.cell == cell)
-
 
 @pytest.fixture(scope="module", params=["full weights", "adapters"])
 def cells(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cells]:
     """Workers start while the test prepares what to train."""
     folder = tmp_path_factory.mktemp("cells")
-    text = (CONFIG if request.param == "full weights" else LORA).replace("[proxy]", MORE.lstrip())
-    config = load_config(make_training(folder, text))
-    save_config(config, folder / "settings.json")
-    key = folder / "key"
-    key.touch(mode=0o600)
-    key.write_bytes(KEY)
+    config = make_settings(folder, CONFIG if request.param == "full weights" else LORA)
     seen: list[events.Event] = []
     with Core(key=KEY, observer=seen.append) as core:
         count = 2 if request.param == "full weights" else 1
         found = Cells(config, core, [f"cell-{number + 1}" for number in range(count)], seen)
-        host, port = core.address
-        for cell in found.names:
-            arguments = ["--config", str(folder / "settings.json"), "--core", f"{host}:{port}"]
-            arguments += ["--key-file", str(key), "--cell", cell]
-            with (folder / f"{cell}.log").open("wb") as log:
-                found.workers.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "gyre_sdk.trainer.leash", "worker64", *arguments],
-                        stdin=subprocess.PIPE,
-                        stdout=log,
-                        stderr=log,
-                        env={"PYTHONPATH": f"{HERE}:{HERE.parent}", "OMP_NUM_THREADS": "1"},
-                        start_new_session=True,
-                    )
-                )
+        found.workers = [start_worker(folder, core, cell) for cell in found.names]
         yield found
         for process in found.workers:
             assert process.poll() is None, (folder / "cell-1.log").read_text()
@@ -92,46 +44,6 @@ def cells(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         assert process.stdin is not None
         process.stdin.close()  # the leash: it ends with its parent
         process.wait(SECONDS)
-
-
-def policy_of(config: TrainerConfig) -> Any:
-    """A policy that has moved away from the one that workers load."""
-    torch.manual_seed(3)
-    model = load_policy(config.policy).double()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.requires_grad:
-                weight.add_(0.05 * torch.randn_like(weight))
-    return model
-
-
-def units_of(model: Any, count: int) -> list[Unit]:
-    rng = np.random.default_rng(5)
-    return [
-        unit_of(
-            [
-                random_row(
-                    rng,
-                    f"r{number}-{member}",
-                    prompt=int(rng.integers(3, 20)),
-                    sampled=int(rng.integers(1, 25)),
-                    advantage=float(rng.standard_normal()),
-                    model=model,
-                )
-                for member in range(2)
-            ],
-            group=f"g{number}",
-        )
-        for number in range(count)
-    ]
-
-
-def step(trainer: TreeGRPOTrainer, units: Any) -> StepReport:
-    trainer._batches = lambda step: units
-    trainer.model.zero_grad()
-    trainer.training_step(trainer.model, {"step": 0})
-    assert trainer._done is not None
-    return trainer._done
 
 
 def test_a_step_with_satellites_is_that_of_one_process(cells: Cells, tmp_path: Path) -> None:
