@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
+
+from gyre_sdk.errors import PublishError
 from gyre_sdk.trainer.agents.wire import READY
 from gyre_sdk.trainer.config import TrainerConfig
 from gyre_sdk.trainer.engines import vllm
+from gyre_sdk.trainer.lingering import Linger
 from gyre_sdk.trainer.processes import ChildSpec
 from gyre_sdk.trainer.publish import Publisher
+from gyre_sdk.trainer.transports import Replica, Unready
 from gyre_sdk.trainer.weights import PolicyFiles
 
 Called = Callable[[str], None]
@@ -22,13 +28,19 @@ def cell_name(number: int) -> str:
     return f"cell-{number}"
 
 
+def linger_of(config: TrainerConfig) -> Linger:
+    """Return how processes of this machine outlive a trainer that is killed."""
+    return Linger(config.output.dir / "run", config.output.linger_s)
+
+
 def replica_spec(
     config: TrainerConfig, publisher: Publisher, transport: str, *, name: str = "engine", port: int = 0
 ) -> ChildSpec:
     """Return how a replica is started.
 
     It starts from the policy's own folder, which is always there, and is brought to the current version before calls go
-    to it; where nothing is published, from what is served.
+    to it; where nothing is published, from what is served. With NCCL it ends with the trainer: it may wait for ever for one
+    that died.
 
     Args:
         transport: how weights will reach it.
@@ -37,6 +49,7 @@ def replica_spec(
     engine = config.engine
     log = config.output.dir / "logs" / f"{name}.log"
     base = PolicyFiles(0, config.policy.model, "")
+    linger = Linger(linger_of(config).folder, 0.0) if transport == "nccl" else linger_of(config)
 
     def files() -> PolicyFiles:
         return base if engine.publish else publisher.current
@@ -56,6 +69,9 @@ def replica_spec(
             patience=vllm.PATIENCE,
             on_ready=returned,
             on_death=lost,
+            linger=linger,
+            about=_state_of(*config.policy.model.iterdir()),
+            fit=_tells_its_version,
         )
     requests = engine.request_log
     if requests is not None and name != "engine":
@@ -70,7 +86,18 @@ def replica_spec(
         arguments += ["--request-log", str(requests)] if requests else []
         return [*arguments, *engine.options]
 
-    return ChildSpec(name, command, "gyre-engine ready on", log, port=port, on_ready=returned, on_death=lost)
+    return ChildSpec(
+        name,
+        command,
+        "gyre-engine ready on",
+        log,
+        port=port,
+        on_ready=returned,
+        on_death=lost,
+        linger=linger,
+        about=_state_of(*config.policy.model.iterdir()),
+        fit=_tells_its_version,
+    )
 
 
 def proxy_spec(config: TrainerConfig, key_file: Path, on_ready: Called) -> ChildSpec:
@@ -86,29 +113,78 @@ def proxy_spec(config: TrainerConfig, key_file: Path, on_ready: Called) -> Child
             arguments += ["--renderer-option", f"{name}={json.dumps(value)}"]
         return [*arguments, *config.proxy.options]
 
-    log = config.output.dir / "logs" / "proxy.log"
-    return ChildSpec("proxy", command, "ready", log, config.proxy.port, on_ready=on_ready)
+    def knows_the_key(url: str) -> bool:
+        key = key_file.read_text().strip()
+        try:
+            answer = httpx.get(f"{url}/gyre/v1/status", headers={"authorization": f"Bearer {key}"}, timeout=10.0)
+        except httpx.HTTPError:
+            return False
+        return answer.status_code == 200
+
+    store = config.store.path.stat() if config.store.path.exists() else None
+    return ChildSpec(
+        "proxy",
+        command,
+        "ready",
+        config.output.dir / "logs" / "proxy.log",
+        config.proxy.port,
+        on_ready=on_ready,
+        linger=linger_of(config),
+        # it holds the store open, so that a new one is another file
+        about=f"{_state_of(*config.policy.model.iterdir())} {store and (store.st_dev, store.st_ino)}",
+        fit=knows_the_key,
+    )
 
 
-def agents_spec(config: TrainerConfig) -> ChildSpec:
-    """Return how the agents' process is started; its key is in the output folder."""
+def agents_spec(config: TrainerConfig, base: Path, about: str = "") -> ChildSpec:
+    """Return how the agents' process is started; its key is in the output folder.
+
+    Args:
+        base: folder of the config file, where the user's modules lie: it has loaded them.
+        about: digest of what its runs depend on.
+    """
     arguments = ["gyre_sdk.trainer.agents.host", "--folder", str(config.output.dir)]
-    log = config.output.dir / "logs" / "agents.log"
-    return ChildSpec("agents", lambda port: [*arguments, "--port", str(port)], READY, log)
+    names = {name.partition(":")[0].partition(".")[0] for name in (config.agent.function, config.tasks.loader or "")}
+    modules = [path for name in names - {""} for path in (base / f"{name}.py", *(base / name).rglob("*.py"))]
+    return ChildSpec(
+        "agents",
+        lambda port: [*arguments, "--port", str(port)],
+        READY,
+        config.output.dir / "logs" / "agents.log",
+        linger=linger_of(config),
+        about=f"{about} {_state_of(*modules)}",
+    )
 
 
-def worker_spec(config: TrainerConfig, saved: Path, core: tuple[str, int], key_file: Path, cell: str) -> ChildSpec:
+def worker_spec(
+    config: TrainerConfig,
+    saved: Path,
+    core: tuple[str, int],
+    key_file: Path,
+    cell: str,
+    waiting: Callable[[], set[str]],
+) -> ChildSpec:
     """Return how a satellite's training worker is started.
 
     Args:
         saved: the settings, as `save_config` wrote them.
         core: where the core listens.
+        waiting: the cells whose workers have dialled in: one that has holds no device any more for an earlier core.
     """
     host, port = core
     arguments = ["gyre_sdk.trainer.sharing.worker", "--config", str(saved), "--core", f"{host}:{port}"]
     arguments += ["--key-file", str(key_file), "--cell", cell]
     log = config.output.dir / "logs" / f"{cell}-worker.log"
-    return ChildSpec(f"{cell}-worker", lambda port: arguments, "gyre-worker ready on", log)
+    settings = hashlib.blake2b(saved.read_bytes() + key_file.read_bytes(), digest_size=16).hexdigest()
+    return ChildSpec(
+        f"{cell}-worker",
+        lambda port: arguments,
+        "gyre-worker ready on",
+        log,
+        linger=linger_of(config),
+        about=f"{_state_of(*config.policy.model.iterdir())} {settings}",
+        fit=lambda url: cell in waiting(),
+    )
 
 
 def write_key(path: Path) -> str:
@@ -127,6 +203,21 @@ def kept_key(path: Path) -> str:
         if key:
             return key
     return write_key(path)
+
+
+def _state_of(*paths: Path) -> str:
+    """Return what changes when files do."""
+    found = sorted((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths if path.is_file())
+    return hashlib.blake2b(repr(found).encode(), digest_size=16).hexdigest()
+
+
+def _tells_its_version(url: str) -> bool:
+    try:
+        with Replica(url, 0) as replica:
+            replica.version()
+    except (httpx.HTTPError, Unready, PublishError):
+        return False
+    return True
 
 
 def _nothing(url: str) -> None:

@@ -37,8 +37,9 @@ _READY_TIMEOUT = 180.0
 _POLL = 0.05
 _FIT_TIMEOUT = 30.0
 """Seconds that a process which is taken over may take to show that it is fit."""
-_INHERITED = re.compile(r"(GYRE|PYTHON|CUDA|NVIDIA|NCCL|GLOO|VLLM|TORCH|HF|TRANSFORMERS|OMP|MKL|LD)|(PATH|TMPDIR)$")
-"""Variables of this process's environment that say what a child is; others may differ from terminal to terminal."""
+_INHERITED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "HF_HOME")
+"""Variables of this process's environment that say what a child is, with `GYRE_*`. Others differ between terminals, and
+libraries set them when they are imported."""
 
 _log = logging.getLogger("gyre.trainer")
 
@@ -74,7 +75,7 @@ class ChildSpec:
 
     def specification(self) -> str:
         """Return a digest of what is started: two with the same are the same."""
-        environment = {name: value for name, value in os.environ.items() if _INHERITED.match(name)}
+        environment = {name: os.environ[name] for name in os.environ if name in _INHERITED or name.startswith("GYRE_")}
         environment |= self.environment
         said = [str(self.python or sys.executable), str(Path.cwd()), self.command(self.port), self.about]
         text = json.dumps([*said, sorted(environment.items()), self.linger.seconds if self.linger else 0.0])
@@ -226,6 +227,7 @@ class Child:
         why = "does not answer as it should" if same else "was started differently, or was not ready"
         _log.info("the %s of an earlier start %s and is replaced", self.spec.name, why)
         self._end_group()
+        self._port = self.spec.port or record.port  # agents that go on look for it there
         return False
 
     def _shows_fit(self, url: str) -> bool:

@@ -333,17 +333,20 @@ def usable_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
     return [members[member] for member in sorted(members)]
 
 
-def cancel_orphans(journal: Journal, *, alive: str = "") -> int:
+def cancel_orphans(journal: Journal, *, alive: str = "", service: ServiceClient | None = None) -> int:
     """End runs that a dead process left running as cancelled; return how many.
 
     Args:
         alive: owner whose runs go on.
+        service: the one that has served them all the time: it breaks off their calls first.
     """
     orphans = [run for run in journal.runs(status=RunStatus.RUNNING) if not alive or run.owner != alive]
-    writes = [
-        journal.end_run(run.run, RunStatus.CANCELLED, at=time.time(), error="the process that ran it ended")
-        for run in orphans
-    ]
+    error = "the process that ran it ended"
+    if service is not None:
+        for run in orphans:
+            service.end_run(run.run, RunStatus.CANCELLED, reward=None, parts={}, error=error, placeholder=False)
+        return len(orphans)
+    writes = [journal.end_run(run.run, RunStatus.CANCELLED, at=time.time(), error=error) for run in orphans]
     for write in writes:
         write.result()
     return len(orphans)

@@ -32,15 +32,16 @@ from gyre_sdk.trainer.agents.settings import AgentSettings
 from gyre_sdk.trainer.agents.wire import KEY_FILE, Order
 from gyre_sdk.trainer.cellfeed import CellRecorder
 from gyre_sdk.trainer.cells.launch import CellSpec, Launched, make_launcher
+from gyre_sdk.trainer.cells.switch import parking_of
 from gyre_sdk.trainer.checkpoints import whole
 from gyre_sdk.trainer.children import (
     agents_spec,
     cell_name,
     kept_key,
+    linger_of,
     proxy_spec,
     replica_spec,
     worker_spec,
-    write_key,
 )
 from gyre_sdk.trainer.config import TrainerConfig, save_config
 from gyre_sdk.trainer.engines import vllm
@@ -48,6 +49,7 @@ from gyre_sdk.trainer.feed import CallFeed
 from gyre_sdk.trainer.ledger import Ledger, Recovery, VersionPublished, recover
 from gyre_sdk.trainer.processes import Child, ChildSpec
 from gyre_sdk.trainer.publish import PATIENCE, Publisher
+from gyre_sdk.trainer.returning import listen_again, rouse
 from gyre_sdk.trainer.rollouts import cancel_orphans, cancel_runs_of
 from gyre_sdk.trainer.tasks import load_tasks
 from gyre_sdk.trainer.transports import Transport, choose, make
@@ -161,7 +163,7 @@ class Stack:
         config.output.dir.mkdir(parents=True, exist_ok=True)
         self._lock(config.output.dir / "lock")
         agents_key = kept_key(config.output.dir / KEY_FILE)
-        agents = self._child(agents_spec(config))
+        agents = self._child(agents_spec(config, self.base))
         self.journal = self._cleanup.enter_context(Journal(config.store.path))
         if config.cells is not None:
             self.observer = recorder = CellRecorder(self.journal, self.observer)
@@ -186,7 +188,7 @@ class Stack:
         )
         self._cleanup.callback(self.publisher.close)
         key_file = config.output.dir / "service.key"
-        key = write_key(key_file)
+        key = kept_key(key_file)
         started = self._replicas(transport.name)
         proxy = self._child(proxy_spec(config, key_file, lambda url: self.publisher.route()))
         self._meet(agents, agents_key.encode())
@@ -199,12 +201,15 @@ class Stack:
         self.agents.serve(
             self.service.url, key, lambda owner: cancel_runs_of(owner, self.journal, self.service, self.observer)
         )
-        orphans = cancel_orphans(self.journal, alive=self.agents.owner)
+        linger_of(config).sweep(self.pids())
+        served = self.service if proxy.adopted else None
+        orphans = cancel_orphans(self.journal, alive=self.agents.owner, service=served)
         if orphans:
             _log.info("%d runs of an earlier process are ended as cancelled", orphans)
         self._cleanup.callback(self.agents.close)  # once more: first of all, while runs' ends can still be recorded
         self.publisher.connect(self.replicas, self.service, watch=not started and config.engine.publish)
         if config.engine.publish:
+            rouse(self.publisher, self.replicas if started else (), parking_of(config.engine.options, transport.name))
             self.publisher.start()
         else:
             self.publisher.assume()
@@ -243,6 +248,10 @@ class Stack:
         if version is None:
             version = self.ledger.allocate_version(self.recovery.step, at=time.time())
             return transport.write(version, transport.collect(self.model()))
+        if (
+            len(self.ledger.state.versions) > 1
+        ):  # a replica that lingers may serve a later one, and takes none before it
+            version = self.ledger.allocate_version(0, at=time.time())
         return PolicyFiles(version, self.config.policy.model, "")
 
     def _replicas(self, transport: str) -> list[Child] | list[Launched]:
@@ -281,23 +290,26 @@ class Stack:
         save_config(config, saved)
         shared = config.output.dir / "shared"
         shutil.rmtree(shared, ignore_errors=True)  # of a process that was killed
-        key = write_key(key_file)
-        self.core = self._cleanup.enter_context(
-            Core(
+        key = kept_key(key_file)
+
+        def core(port: int) -> Core:
+            return Core(
                 key=key.encode(),
                 host=host,
+                port=port,
                 lease_s=cells.lease_s,
                 link="gloo" if (cells.link, cells.launcher) == ("auto", "local") else cells.link,  # they share a GPU
                 folder=shared,
                 observer=self.observer,
             )
-        )
-        address = self.core.address
+
+        self.core = listen_again(core, linger_of(config).folder / "core.port", self._cleanup)
+        address, waiting = self.core.address, self.core.waiting
         return [
             CellSpec(
                 cell,
                 replica_spec(config, self.publisher, transport, name=f"{cell}-replica"),
-                worker_spec(config, saved, address, key_file, cell) if number else None,
+                worker_spec(config, saved, address, key_file, cell, waiting) if number else None,
                 cells.resources or None,
             )
             for number, cell in enumerate(map(cell_name, range(cells.count)))

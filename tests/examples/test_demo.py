@@ -121,9 +121,9 @@ def test_killed_in_the_middle_it_goes_on(demo: Demo) -> None:
     process.wait(420)
     reader.join(30)
     assert process.returncode == -signal.SIGKILL
-    _wait(lambda: not _children_of(demo.folder), None, output)
     result = demo.finish(demo.start())
     assert list(result) == KEYS
+    _wait(lambda: not _children_of(demo.folder), None, output)
     with Journal(demo.store, "r") as journal:
         runs = journal.runs()
         assert not [run for run in runs if run.status is RunStatus.RUNNING]

@@ -192,7 +192,7 @@ def test_nobody_comes(stage: Stage, arguments: tuple[str, ...]) -> None:
     """It ends after its time, whatever it does: `--busy` holds the interpreter."""
     pid = stage.killed(*arguments, seconds=0.2)
     stage.gone(pid, stage.helper())
-    assert stage.left() == []
+    eventually(lambda: not stage.left(), "its place is empty")
 
 
 def test_something_that_the_trainer_forked_holds_its_end_of_the_pipe(stage: Stage) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -10,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_kit import CONFIG, finish, make_training, start
+from training_kit import CONFIG, alive, finish, leashed, make_training, start
 
 from gyre_sdk import events
 from gyre_sdk.errors import JournalError, SettingsError, TrainerError
 from gyre_sdk.journal import Journal
-from gyre_sdk.records import RunStatus
+from gyre_sdk.records import RunRecord, RunStatus
 from gyre_sdk.trainer.config import load_config
 from gyre_sdk.trainer.evaluation import evaluate
 from gyre_sdk.trainer.ledger import (
@@ -32,6 +33,7 @@ from gyre_sdk.trainer.ledger import (
 from gyre_sdk.trainer.main import main
 from gyre_sdk.trainer.stack import Stack
 from gyre_sdk.trainer.training import train
+from gyre_sdk.trainer.transports import Replica
 
 
 @pytest.fixture
@@ -71,11 +73,20 @@ def check_store(folder: Path, *, steps: int, groups: int = 2, members: int = 3) 
             assert all(reward is not None for reward in closed.rewards)
 
 
-def wait_for(folder: Path, condition: Callable[[list[Any]], bool], seconds: float = 120.0) -> None:
+def runs(folder: Path) -> list[RunRecord]:
+    with Journal(folder / "out" / "store.db", "r") as journal:
+        return journal.runs()
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 120.0) -> None:
     give_up = time.monotonic() + seconds
-    while not condition(items(folder)):
+    while not condition():
         assert time.monotonic() < give_up, "it did not get that far"
         time.sleep(0.02)
+
+
+def wait_for(folder: Path, condition: Callable[[list[Any]], bool], seconds: float = 120.0) -> None:
+    eventually(lambda: condition(items(folder)), seconds)
 
 
 def test_it_trains_and_evaluates_on_one_stack(config: Path, tmp_path: Path) -> None:
@@ -151,6 +162,47 @@ def test_a_trainer_killed_with_9_resumes_again_and_again(config: Path, tmp_path:
     after = {item.group: item for item in items(tmp_path) if isinstance(item, GroupClosed)}
     assert all(after[item.group] == item for item in before if isinstance(item, GroupClosed))
     check_store(tmp_path, steps=4)
+
+
+def test_what_a_killed_trainer_started_goes_on_under_the_next(config: Path, tmp_path: Path) -> None:
+    """Killed in the middle of a step, with an engine in the middle of a publication: all that it says is checked anew."""
+    process = start(config, "--steps", "2")
+    try:
+        wait_for(tmp_path, lambda found: fold(found).committed > 0 and isinstance(found[-1], UnitSealed))
+        started = leashed(process.pid)
+    finally:
+        process.kill()
+        process.communicate()
+    went_on = {run.run for run in runs(tmp_path) if run.status is RunStatus.RUNNING}
+    places = {path.stem: json.loads(path.read_text())["url"] for path in (tmp_path / "out" / "run").glob("*.json")}
+    with Replica(places["engine"], 0) as replica:
+        replica.start()
+        replica.post("/pause?mode=keep&clear_cache=true", {})
+    allocated = [item.version for item in items(tmp_path) if isinstance(item, VersionAllocated)]
+    settings = load_config(config, ["train.steps=2"])
+    with Stack(settings, base=tmp_path) as stack:
+        assert set(stack.pids().values()) == started
+        assert stack.service.url == places["proxy"]
+        rows = stack.service.status()["replicas"]
+        assert [(row["url"], row["version"]) for row in rows] == [(places["engine"], max(allocated) + 1)]
+        report = train(settings, stack=stack)
+        assert set(stack.pids().values()) == started
+    assert report.steps == 2
+    check_store(tmp_path, steps=2)
+    assert {run.status for run in runs(tmp_path) if run.run in went_on} <= {RunStatus.COMPLETED}
+    assert not any(map(alive, started))
+    assert list((tmp_path / "out" / "run").iterdir()) == []
+
+
+def test_nothing_is_left_of_a_killed_trainer_after_a_while(config: Path, tmp_path: Path) -> None:
+    process = start(config, "--set", "output.linger_s=0.1")
+    try:
+        eventually(lambda: len(leashed(process.pid)) == 3)
+        started = leashed(process.pid)
+    finally:
+        process.kill()
+        process.communicate()
+    eventually(lambda: not any(map(alive, started)))
 
 
 def test_running_a_finished_training_again_does_nothing(config: Path, tmp_path: Path) -> None:

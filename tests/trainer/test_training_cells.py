@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from test_training import check_store, items, wait_for
-from training_kit import CONFIG, finish, make_training, start
+from training_kit import CONFIG, alive, leashed, make_training, start
 
 from gyre_sdk import events
 from gyre_sdk.trainer.config import load_config
@@ -109,12 +109,21 @@ def test_any_process_may_be_killed(tmp_path: Path) -> None:
 
 
 def test_the_core_is_killed_and_takes_up(tmp_path: Path) -> None:
-    """With it go the agents of this process; replicas, workers and proxy end with it, and the same command resumes."""
+    """Replicas, workers and proxy go on, whatever they were in the middle of, and the same command takes them over."""
     config = prepare(tmp_path, 2, "standing = 1")
     process = start(config)
-    wait_for(tmp_path, lambda found: any(isinstance(item, StepCommitted) for item in found))
-    process.kill()
-    process.communicate()
-    report = finish(start(config))
-    assert report["steps"] == 3
+    try:
+        wait_for(tmp_path, lambda found: any(isinstance(item, StepCommitted) for item in found))
+        started = leashed(process.pid)
+    finally:
+        process.kill()
+        process.communicate()
+    settings = load_config(config)
+    with Stack(settings, base=tmp_path) as stack:
+        assert set(stack.pids().values()) == started and len(started) == 5
+        assert stack.core is not None and stack.core.waiting() == {"cell-1"}
+        report = train(settings, stack=stack)
+    assert report.steps == 3
     check_store(tmp_path, steps=3)
+    assert not any(map(alive, started))
+    sound(tmp_path)

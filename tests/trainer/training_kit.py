@@ -129,6 +129,21 @@ def start(config: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+def leashed(trainer: int) -> set[int]:
+    """Return the process ids of what a trainer started on leashes."""
+    listed = subprocess.run(["ps", "-eww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in listed.splitlines()]
+    return {int(pid) for pid, above, args in rows if int(above) == trainer and "gyre_sdk.trainer.leash" in args}
+
+
+def alive(pid: int) -> bool:
+    """Tell whether a process runs."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def finish(process: subprocess.Popen[str], seconds: float = 240.0) -> dict[str, Any]:
     """Wait for success and return the report."""
     out, err = process.communicate(timeout=seconds)
