@@ -46,6 +46,7 @@ class Container:
         ttl_s: float,
         prepare: Callable[[str], None],
         entrypoint: Sequence[str] = (),
+        network_disabled: bool = False,
     ) -> None:
         """Create and start a container.
 
@@ -55,6 +56,7 @@ class Container:
             ttl_s: seconds that it may live.
             prepare: called with the container's id once it is created, before it starts.
             entrypoint: program, with arguments, that gets the command that sleeps as further ones and ends in running it.
+            network_disabled: the engine does not connect it at all.
 
         Raises:
             ImageMissing, WorkspaceError: it cannot be started.
@@ -77,6 +79,7 @@ class Container:
                     command=[str(max(1, int(self.ttl_s)))],
                     user="0:0",
                     working_dir=workdir,
+                    network_disabled=network_disabled,
                     host_config=client.api.create_host_config(**settings),
                     labels=owner.labels(owner.me(), run=run, deadline=self.deadline, name=name),
                 )["Id"]

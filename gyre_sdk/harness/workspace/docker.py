@@ -10,9 +10,10 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from gyre_sdk.errors import CommandFailed, WorkspaceError
+from gyre_sdk.errors import WorkspaceError
 from gyre_sdk.harness.task import Task, await_healthy
 from gyre_sdk.harness.workspace.channel import SocketChannel
+from gyre_sdk.harness.workspace.commands import checked
 from gyre_sdk.harness.workspace.container import Container, NotAttached, release
 from gyre_sdk.harness.workspace.copying import Copying
 from gyre_sdk.harness.workspace.disk import require_room
@@ -80,7 +81,8 @@ class DockerWorkspace(SupervisedWorkspace):
         self._exposed: dict[int, Exposure] = {}
         self._last = Last()
         self._services: Services | None = None
-        self.network = Network(client, plan(task, phase), run=run_id, ttl_s=layout.ttl_s)
+        shared = bool(task.services) or copying is not None  # a fork brings what root made of /etc/hosts
+        self.network = Network(client, plan(task, phase), run=run_id, ttl_s=layout.ttl_s, shared=shared)
         try:
             container = Container(
                 client,
@@ -91,6 +93,7 @@ class DockerWorkspace(SupervisedWorkspace):
                 ttl_s=layout.ttl_s,
                 prepare=copying.before_start if copying else lambda id: self._give_workdir(client, id),
                 entrypoint=image.entrypoint if task.entrypoint else (),
+                network_disabled=self.network.disabled,
             )
         except BaseException:
             self.network.close()
@@ -140,8 +143,8 @@ class DockerWorkspace(SupervisedWorkspace):
 
     def _give_workdir(self, client: docker.DockerClient, container: str) -> None:
         """Make the working directory the user's, without running anything inside."""
-        archive = self.layout.workdir_to_give(client)
-        if archive is not None:
+        self.network.prepare(container)
+        if (archive := self.layout.workdir_to_give(client)) is not None:
             client.api.put_archive(container, posixpath.dirname(self.layout.workdir), archive)
 
     # -- commands ------------------------------------------------------------------------------------------------
@@ -166,9 +169,7 @@ class DockerWorkspace(SupervisedWorkspace):
                 self._require_shell(user or self.user)
         finally:
             self._last.ended(cmd, result)
-        if check and result.exit_code != 0:
-            raise CommandFailed(cmd, result)
-        return result
+        return checked(cmd, result, check)
 
     def _require_shell(self, user: str) -> None:
         shell = self._supervisor(user).shell
@@ -324,8 +325,7 @@ class DockerWorkspace(SupervisedWorkspace):
         if self.phase == "verifier":
             kept.discard("/tests")  # what the agent put there, or where the reward goes, is not for the evaluation
         for folder in sorted(kept & self.layout.memory.keys()):
-            content = self.image.content(self.container.client, folder)
-            if content is not None:
+            if (content := self.image.content(self.container.client, folder)) is not None:
                 self._place(posixpath.dirname(folder), content)
         if self.phase == "verifier" and "/logs" in kept:
             self._ask("rm -rf /logs/verifier")

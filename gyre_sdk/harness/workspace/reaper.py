@@ -20,7 +20,8 @@ from gyre_sdk.harness.workspace.owner import NAME, OWNER, RUN, is_stale, me
 _AT_ONCE = 8
 """Containers that are removed at a time."""
 _PATIENCE = 10.0
-"""Seconds that a signal's clean-up may take; what is left then ends by its deadline or the next sweep."""
+"""Seconds that a signal's clean-up, or somebody else's removal, may take; what is left then ends by its deadline or the next
+sweep."""
 
 _open: dict[int, Callable[[], None]] = {}
 _engines: set[str] = set()
@@ -173,7 +174,7 @@ starting = _Starting()
 
 
 def remove(client: docker.DockerClient, container: str) -> None:
-    """Remove a container; one that is gone, or being removed, is fine."""
+    """Remove a container; one that is gone is fine. One that is being removed already is waited for."""
     try:
         client.api.remove_container(container, force=True, v=True)
     except NotFound:
@@ -181,6 +182,10 @@ def remove(client: docker.DockerClient, container: str) -> None:
     except APIError as error:
         if error.status_code != 409:
             raise
+        try:
+            client.api.wait(container, timeout=_PATIENCE, condition="removed")
+        except (DockerException, OSError):
+            pass  # it is gone, or the engine does not get on with it: then it is the next sweep's
 
 
 def sweep_containers(client: docker.DockerClient) -> list[str]:

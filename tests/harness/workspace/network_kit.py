@@ -36,9 +36,11 @@ class Box:
             ["sleep", "600"],
             name=name,
             user="1000:1000",
+            network_disabled=network.disabled,
             host_config=client.api.create_host_config(log_config=LogConfig(type="none"), **settings),
             labels=owner.labels(owner.me(), run="test", deadline=time.time() + 600, name=name),
         )["Id"]
+        network.prepare(self.id)
         client.api.start(self.id)
         network.attach(self.id)
 

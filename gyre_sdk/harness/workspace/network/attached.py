@@ -13,7 +13,7 @@ import docker
 from docker.errors import DockerException
 
 from gyre_sdk.errors import WorkspaceError
-from gyre_sdk.harness.workspace.network import internal
+from gyre_sdk.harness.workspace.network import internal, loopback
 from gyre_sdk.harness.workspace.network.egress import Egress
 from gyre_sdk.harness.workspace.network.guard import IPV4_ONLY, guard, shared_network
 from gyre_sdk.harness.workspace.network.helper import Helper
@@ -35,15 +35,27 @@ class Network:
         ttl_s: seconds that the container may live.
         enter: whether this process may join the container's network namespace where it can; otherwise a relay container
             does what is needed, over the engine's API alone.
+        shared: whether other containers are to join its network.
 
     Raises:
         WorkspaceError: the engine cannot connect a container like that.
     """
 
     def __init__(
-        self, client: docker.DockerClient, plan: Plan, *, run: str = "", ttl_s: float = 6 * 3600.0, enter: bool = True
+        self,
+        client: docker.DockerClient,
+        plan: Plan,
+        *,
+        run: str = "",
+        ttl_s: float = 6 * 3600.0,
+        enter: bool = True,
+        shared: bool = False,
     ) -> None:
         self.plan = plan
+        self.disabled = (
+            plan.wire is Wire.NOTHING and not plan.apart and enter and not shared
+        ) and loopback.can_be_left_to_the_runtime(client)
+        """Whether the engine is not to connect the container at all: its runtime makes what it has, see `loopback`."""
         self.egress: Egress | None = None
         """The egress proxy of a workspace with an allow list; it knows what it refused."""
         self._client = client
@@ -74,7 +86,7 @@ class Network:
             return {**self._internal.settings(), "sysctls": IPV4_ONLY}
         if self.plan.wire is Wire.BRIDGE:
             return {"network_mode": self._shared, "sysctls": IPV4_ONLY}
-        return {"network_mode": "none"}
+        return loopback.settings() if self.disabled else {"network_mode": "none"}
 
     @property
     def variables(self) -> Mapping[str, str]:
@@ -83,6 +95,15 @@ class Network:
             return {}
         host = self._host
         return proxy_variables(host) if host == "127.0.0.1" else proxy_variables(host, f"localhost,127.0.0.1,{host}")
+
+    def prepare(self, container: str) -> None:
+        """Do what has to be done to a container that was created, before it starts.
+
+        Raises:
+            DockerException: the engine refused.
+        """
+        if self.disabled:
+            loopback.name_localhost(self._client, container)
 
     def attach(self, container: str) -> None:
         """Connect a container that runs, before anything of the task runs in it.
