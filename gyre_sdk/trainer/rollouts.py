@@ -352,10 +352,14 @@ def cancel_orphans(journal: Journal, *, alive: str = "", service: ServiceClient 
     return len(orphans)
 
 
-def cancel_runs_of(owner: str, journal: Journal, service: ServiceClient, observer: Observer) -> None:
-    """End the runs of a process that has just died as cancelled, where the service knows them as open."""
-    for run in journal.runs(status=RunStatus.RUNNING):
+def cancel_runs_of(owner: str, journal: Journal, service: ServiceClient, observer: Observer) -> list[RunRecord]:
+    """End the runs of a process that has just died as cancelled, where the service knows them; return those that had ended."""
+    ended = []
+    for run in journal.runs():
         if run.owner != owner:
+            continue
+        if run.status is not RunStatus.RUNNING:
+            ended.append(run)
             continue
         try:
             service.end_run(
@@ -366,3 +370,4 @@ def cancel_runs_of(owner: str, journal: Journal, service: ServiceClient, observe
             continue
         now = time.time()
         observer(events.RunEnded(now, run.run, RunStatus.CANCELLED, None, now - run.created_at))
+    return [run for run in ended if stands(run.status)]

@@ -163,7 +163,8 @@ class Stack:
         config.output.dir.mkdir(parents=True, exist_ok=True)
         self._lock(config.output.dir / "lock")
         agents_key = kept_key(config.output.dir / KEY_FILE)
-        agents = self._child(agents_spec(config, self.base))
+        settings = AgentSettings.of(config, self.base)
+        agents = self._child(agents_spec(config, self.base, settings.digest()))
         self.journal = self._cleanup.enter_context(Journal(config.store.path))
         if config.cells is not None:
             self.observer = recorder = CellRecorder(self.journal, self.observer)
@@ -191,7 +192,7 @@ class Stack:
         key = kept_key(key_file)
         started = self._replicas(transport.name)
         proxy = self._child(proxy_spec(config, key_file, lambda url: self.publisher.route()))
-        self._meet(agents, agents_key.encode())
+        self._meet(agents, agents_key.encode(), settings)
         if config.engine.publish:
             importlib.import_module("gyre_sdk.trainer.trainer")  # loads torch and trl while the processes start
         for one in started:
@@ -219,13 +220,13 @@ class Stack:
         if start.version:
             self.ledger.add(VersionPublished(start.version, start.digest), at=time.time())
 
-    def _meet(self, child: Child, key: bytes) -> None:
+    def _meet(self, child: Child, key: bytes, settings: AgentSettings) -> None:
         """Connect to the agents' process."""
         child.wait()
         self.agents = Agents(
             lambda: child.url,
             key,
-            AgentSettings.of(self.config, self.base),
+            settings,
             self.observer,
             listed=self.tasks,
             check=self.check,

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import pickle
 import secrets
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +21,7 @@ from gyre_sdk.errors import SettingsError, TrainerError
 from gyre_sdk.harness.hooks import Fanout
 from gyre_sdk.harness.ports import Observer
 from gyre_sdk.harness.task import Task
-from gyre_sdk.records import RunResult
+from gyre_sdk.records import RunRecord, RunResult
 from gyre_sdk.trainer.agents.outcome import Outcome, OutcomeKind, error_of
 from gyre_sdk.trainer.agents.settings import AgentSettings
 from gyre_sdk.trainer.agents.wire import (
@@ -48,8 +46,10 @@ from gyre_sdk.trainer.agents.wire import (
 Done = Callable[[Outcome], None]
 """Gets a run's outcome, in the thread that receives: it must not wait for other runs."""
 
-_LIVES = 4
-"""Processes that may die under one run; then it is given up."""
+Died = Callable[[str], Sequence[RunRecord]]
+"""Gets the owner of the runs of a process that has died; ends them as cancelled, and returns those that had ended."""
+
+LIVES = 4
 _AGAIN = 0.1
 """Seconds between two tries to reach the process."""
 _PATIENCE = 120.0
@@ -57,6 +57,8 @@ _PATIENCE = 120.0
 _STOP = 30.0
 """Seconds that runs under way may take to be cancelled at the end."""
 _LOOK = 1.0
+_SLACK = 60.0
+"""Seconds by which a run of a former trainer may be older than it says."""
 
 _log = logging.getLogger("gyre.trainer")
 
@@ -67,7 +69,15 @@ class _Asked:
 
     message: Begin
     done: Done
-    lives: int = _LIVES
+    lives: int
+    at: float
+    """Seconds since the epoch: its record is not older."""
+
+    def is_recorded_as(self, run: RunRecord) -> bool:
+        """Tell whether a record is of this run."""
+        order = self.message.order
+        same = (run.task, run.group, run.member) == (order.task, order.group, order.member)
+        return same and run.metadata.get("split") == order.split and run.created_at >= self.at
 
 
 class Agents:
@@ -80,6 +90,7 @@ class Agents:
         observer: learns what happens in runs, in order.
         listed: the tasks of `[tasks]`: those that cannot be pickled the process loads itself.
         check: raises when the process was given up.
+        lives: processes that may die under one run; then it is given up.
     """
 
     def __init__(
@@ -91,14 +102,16 @@ class Agents:
         *,
         listed: Sequence[Task] = (),
         check: Callable[[], None] = lambda: None,
+        lives: int = LIVES,
     ) -> None:
         self._address = address
         self._key = key
-        self._hello = Hello(settings.packed(), settings.digest())
+        self._hello = Hello(settings.packed())
         self._observer = Fanout(observer)
         self._listed = {id(task): task for task in listed}
-        self._died: Callable[[str], None] = lambda owner: None
+        self._died: Died = lambda owner: ()
         self._check = check
+        self._lives = lives
         self._lock = threading.RLock()
         self._line: Line | None = None
         self._service: Serve | None = None
@@ -115,28 +128,24 @@ class Agents:
         self._thread = threading.Thread(target=self._follow, name="agents", daemon=True)
         self.owner = ""
         """What runs of the process have as their owner."""
-        self.pid = 0
 
     def connect(self) -> None:
-        """Greet the process. One that a former trainer started with other settings is replaced.
+        """Greet the process.
 
         Raises:
             SettingsError, WorkspaceError: there is no such agent, or nothing to run it in.
             TrainerError: it does not answer.
         """
         line, welcome = self._greeted(time.monotonic() + _PATIENCE)
-        if welcome.digest != self._hello.digest:
-            _log.warning("the agents' process has other settings; its %d runs end", len(welcome.under_way))
-            line, welcome = self._replaced(line, welcome)
         self._adopted = {running.id: (running, None) for running in welcome.under_way}
-        self.owner, self.pid, self._line = welcome.owner, welcome.pid, line
+        self.owner, self._line = welcome.owner, line
         self._thread.start()
 
-    def serve(self, url: str, key: str, died: Callable[[str], None] = lambda owner: None) -> None:
+    def serve(self, url: str, key: str, died: Died = lambda owner: ()) -> None:
         """Say where the recording service is, before the first run is asked for.
 
         Args:
-            died: called with the owner of the runs of a process that is there no more, before they are asked for again.
+            died: ends the runs of a process that is there no more, before they are asked for again.
         """
         with self._lock:
             self._died = died
@@ -158,14 +167,15 @@ class Agents:
             SettingsError: the task cannot be sent.
         """
         with self._lock:
-            id, outcome = self._take_up(order)
-            if id is None:
+            running, outcome = self._take_up(order)
+            if running is None:
                 message = Begin(secrets.token_hex(8), order, self._key_of(task))
-                self._asked[message.id] = _Asked(message, done)
+                self._asked[message.id] = _Asked(message, done, self._lives, time.time())
                 self._ask(message)
                 return
             if outcome is None:
-                self._asked[id] = _Asked(Begin(id, order, self._key_of(task)), done)
+                message = Begin(running.id, order, self._key_of(task))
+                self._asked[running.id] = _Asked(message, done, self._lives, time.time() - running.seconds - _SLACK)
                 return
         done(outcome)
 
@@ -188,18 +198,23 @@ class Agents:
 
     def close(self) -> None:
         """Have runs under way recorded as cancelled and their workspaces removed, then hang up. Idempotent."""
-        if self._thread.ident is None:
-            return
         with self._lock:
-            connected = self._line is not None and not self._closing.is_set()
+            stopping = self._line is not None and not self._closing.is_set()
             self._closing.set()
-            self._send(Stop())
-        if connected and not self._stopped.wait(_STOP):
+            if stopping:
+                self._send(Stop())
+        if stopping and not self._stopped.wait(_STOP):
             _log.warning("the agents' process did not stop in %.0f s", _STOP)
+        self.leave()
+
+    def leave(self) -> None:
+        """Hang up. Runs under way go on, for the next trainer that greets the process. Idempotent."""
         with self._lock:
+            self._closing.set()
             if self._line is not None:
                 self._line.hang_up()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     # -- sending: the lock is held -------------------------------------------------------------------------------------
 
@@ -217,14 +232,14 @@ class Agents:
             self._known.add(message.key)
         self._send(message)
 
-    def _take_up(self, order: Order) -> tuple[str | None, Outcome | None]:
+    def _take_up(self, order: Order) -> tuple[Running | None, Outcome | None]:
         """Return a run of a former trainer that is what is asked for, and its outcome, if it has one already."""
         if order.group is None and order.split == "train":
             return None, None
         found = next((running for running, _ in self._adopted.values() if running.order == order), None)
         if found is None:
             return None, None
-        return found.id, self._adopted.pop(found.id)[1]
+        return found, self._adopted.pop(found.id)[1]
 
     def _key_of(self, task: Task) -> str:
         """Return what a task is called on the line; empty for one that only the process itself can load."""
@@ -300,27 +315,37 @@ class Agents:
         return None
 
     def _resume(self, line: Line, welcome: Welcome) -> None:
-        lost: list[_Asked] = []
-        if welcome.owner != self.owner:
-            self._died(self.owner)
+        """Ask anew for what has no outcome. Runs of a process that has died begin again, unless they had ended."""
+        another = welcome.owner != self.owner
+        ended = self._died(self.owner) if another else ()
+        over: list[tuple[Done, Outcome]] = []
         with self._lock:
             self._line = line
             if self._service is not None:
                 self._send(self._service)
-            if welcome.owner != self.owner:
-                self.owner, self.pid = welcome.owner, welcome.pid
+            if another:
+                self.owner = welcome.owner
                 self._adopted, self._known = {}, set()
-                for asked in self._asked.values():
-                    asked.lives -= 1
-                lost = [asked for asked in self._asked.values() if not asked.lives]
-            for asked in lost:
-                del self._asked[asked.message.id]
-            for asked in self._asked.values():
-                self._ask(asked.message)
-        for asked in lost:
-            asked.done(
-                Outcome(OutcomeKind.LOST, f"the agents' process died {_LIVES} times while this run was under way")
-            )
+            for id, asked in list(self._asked.items()):
+                outcome = self._after_death(asked, ended) if another else None
+                if outcome is None:
+                    self._ask(asked.message)
+                else:
+                    over.append((self._asked.pop(id).done, outcome))
+        for done, outcome in over:
+            done(outcome)
+
+    def _after_death(self, asked: _Asked, ended: Sequence[RunRecord]) -> Outcome | None:
+        """Return the outcome of a run whose process has died, if it begins no more."""
+        asked.lives -= 1
+        found = next((run for run in ended if asked.is_recorded_as(run)), None)
+        if found is not None:
+            result = RunResult(found.run, found.status, found.reward, found.parts, found.error)
+            return Outcome(OutcomeKind.ENDED, result=result)
+        if asked.lives:
+            return None
+        died = f"the agents' process died {self._lives} times while this run was under way"
+        return Outcome(OutcomeKind.LOST, died)
 
     # -- greeting ------------------------------------------------------------------------------------------------------
 
@@ -352,21 +377,6 @@ class Agents:
             raise TrainerError(
                 f"the agents' process answered with a {type(answer).__name__}; is it of another release?"
             )
-
-    def _replaced(self, line: Line, welcome: Welcome) -> tuple[Line, Welcome]:
-        """Stop a process, and greet the one that is started in its place."""
-        line.send(Stop())
-        try:
-            while not isinstance(line.receive(), Stopped):
-                pass
-        except ConnectionError:
-            pass
-        line.close()
-        os.kill(welcome.pid, signal.SIGTERM)
-        give_up, before = time.monotonic() + _PATIENCE, welcome.owner
-        while welcome.owner == before:
-            line, welcome = self._greeted(give_up)
-        return line, welcome
 
 
 def packed(options: dict[str, Any]) -> bytes:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import pickle
 import signal
 import socket
@@ -130,7 +129,6 @@ class Host:
         self._key = key
         self._outbox = Outbox()
         self._sessions: Sessions | None = None
-        self._digest = ""
         self._lock = threading.Lock()
         self._under_way: dict[str, tuple[Begin, float]] = {}
         """Request -> what was asked for, and when it began."""
@@ -177,7 +175,7 @@ class Host:
         with self._lock:
             now = time.monotonic()
             running = [Running(id, begun.order, now - at) for id, (begun, at) in self._under_way.items()]
-        line.send(Welcome(os.getpid(), owner(), self._digest, running))
+        line.send(Welcome(owner(), running))
         self._outbox.attach(line)
         while True:
             try:
@@ -197,7 +195,6 @@ class Host:
         settings = pickle.loads(hello.settings)
         assert isinstance(settings, AgentSettings)
         self._sessions = Sessions(settings, self._observe)
-        self._digest = hello.digest
         return self._sessions
 
     def _observe(self, event: Event) -> None:

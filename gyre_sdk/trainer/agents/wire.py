@@ -59,19 +59,14 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     """A trainer is there."""
 
     settings: bytes
-    """`settings.AgentSettings`, pickled."""
-    digest: str
-    """Of what in them decides how runs go on."""
+    """`settings.AgentSettings`, pickled. The process works with those of the first trainer that greets it."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     """The process is ready for runs."""
 
-    pid: int
     owner: str
     """What its runs have as `RunRecord.owner`."""
-    digest: str
-    """Of the settings that it works with: those of the first trainer that greeted it."""
     under_way: list[Running]
 
 
