@@ -5,7 +5,7 @@ is rolled back alone and only its own future gets the error: the batch is then r
 as much as the writes themselves. So an operation may run twice.
 
 A thread does the work. A process that lives in an event loop can have the loop run the operations and leave the thread
-only the wait for the disk (`join_loop`): SQLite gives the interpreter's lock away at each statement, and a thread that
+only the wait for the disk (`join_loop`; see `wal`): SQLite gives the interpreter's lock away at each statement, and a thread that
 has to win it back from a busy loop each time makes both slow. Writes asked for in the loop are futures of the loop.
 
 While many wait, the loop gathers their writes for a moment before each commit: a commit costs as much processor time as
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from gyre_sdk.errors import GyreError, JournalError
+from gyre_sdk.journal.wal import WriteAheadLog
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -41,6 +42,8 @@ _IDLE_SECONDS = 0.02
 """How long a write that nobody waits for may wait for others to share a commit with."""
 _PATIENCE_MS = 30_000
 """How long another process may hold the store."""
+_TURN_SECONDS, _TURNS = 0.001, 100
+"""How often the loop asks again for a store that another process holds, and how many times before the thread waits."""
 _Future = Future[Any] | asyncio.Future[Any]
 _Item = tuple[Callable[[sqlite3.Connection], Any], _Future]
 _Outcomes = list[tuple[_Future, Any, Exception | None]]
@@ -53,11 +56,11 @@ class _FromLoop:
 
     batch: list[_Item]
     outcomes: _Outcomes | None
-    """Of operations that have run and wait for their commit; None: all of it is still to be done."""
+    """Of operations that are committed and wait for the disk; None: all of it is still to be done."""
 
 
-_END = _FromLoop([], None)
-"""Ends the thread."""
+_END, _FOLD = _FromLoop([], None), _FromLoop([], None)
+"""Ends the thread; folds the log in."""
 
 
 class Write(Protocol[T_co]):
@@ -91,6 +94,9 @@ class Writer:
 
     def __init__(self, connection: sqlite3.Connection, name: str, undone: Callable[[], None]) -> None:
         self._connection = connection
+        self._log = WriteAheadLog(connection)
+        self._broken: OSError | None = None
+        """Of the disk: what it holds is unknown, so nothing is called durable any more."""
         self._undone = undone
         self._queue: queue.SimpleQueue[_Item | _FromLoop] = queue.SimpleQueue()
         self._closed = False
@@ -99,8 +105,8 @@ class Writer:
         self._pending: list[_Item] = []
         self._busy = False
         self._crowded = False
-        self._commit_seconds = 20 * _QUICK_SECONDS
-        """What a commit took lately."""
+        self._sync_seconds = 20 * _QUICK_SECONDS
+        """What the disk took lately."""
         self._timer: asyncio.TimerHandle | None = None
         self._thread = threading.Thread(target=self._run, name=f"journal {name}", daemon=True)
         self._thread.start()
@@ -145,6 +151,7 @@ class Writer:
             self._queue.put(_END)
             self._thread.join()
             self._connection.close()
+            self._log.close()
 
     # -- in the loop's thread ----------------------------------------------------------------------------------------
 
@@ -168,27 +175,38 @@ class Writer:
             self._busy = True
             self._loop.call_soon(self._pump)
 
-    def _pump(self) -> None:
-        """Run what has queued up. The thread commits it, or does all of it where it cannot be done at once."""
+    def _pump(self, turns: int = _TURNS) -> None:
+        """Commit what has queued up. The thread waits for the disk, and does all of it where the loop cannot."""
         if self._loop is None:
             return
+        try:
+            if turns:
+                self._connection.execute("BEGIN IMMEDIATE")
+        except sqlite3.Error as error:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+                self._loop.call_later(_TURN_SECONDS, self._pump, turns - 1)
+                return
+            turns = 0
         batch, self._pending = _wanted(self._pending[:_MAX_BATCH]), self._pending[_MAX_BATCH:]
         self._crowded = len(batch) >= _CROWD
         outcomes: _Outcomes | None = None
-        try:
-            self._connection.execute("BEGIN IMMEDIATE")
-            outcomes = [(future, operation(self._connection), None) for operation, future in batch]
-        except _REFUSED:
-            self._roll_back()
-            outcomes = None
+        if turns:
+            try:
+                outcomes = [(future, operation(self._connection), None) for operation, future in batch]
+                self._connection.execute("COMMIT")
+            except _REFUSED:
+                self._roll_back()
+                outcomes = None
         alone = len(batch) <= _FEW and not self._pending
-        if alone and outcomes is not None and self._commit_seconds < _QUICK_SECONDS:
-            self._finished(self._commit_run(batch, outcomes))
+        if alone and outcomes is not None and self._sync_seconds < _QUICK_SECONDS:
+            self._finished(self._synced(outcomes))
         else:
             self._queue.put(_FromLoop(batch, outcomes))
 
     def _finished(self, outcomes: _Outcomes) -> None:
         _resolve(outcomes)
+        if self._loop is not None and self._log.due:
+            self._queue.put(_FOLD)
         loop = self._loop
         if loop is not None and self._crowded:
             self._crowded = False
@@ -213,6 +231,9 @@ class Writer:
             job, held = held or self._queue.get(), None
             if job is _END:
                 return
+            if job is _FOLD:
+                self._log.fold()
+                continue
             if isinstance(job, _FromLoop):
                 self._finish(job)
                 continue
@@ -224,24 +245,30 @@ class Writer:
                 batch.append(held)
                 held = None
             _resolve_elsewhere(self._commit(_wanted(batch)))
+            if self._log.due:
+                self._log.fold()
 
     def _finish(self, job: _FromLoop) -> None:
-        outcomes = self._commit(job.batch) if job.outcomes is None else self._commit_run(job.batch, job.outcomes)
+        outcomes = self._commit(job.batch) if job.outcomes is None else self._synced(job.outcomes)
         loop = self._loop
         if loop is None or loop.is_closed():
             _resolve_elsewhere(outcomes)
         else:
             loop.call_soon_threadsafe(self._finished, outcomes)
 
-    def _commit_run(self, batch: list[_Item], outcomes: _Outcomes) -> _Outcomes:
-        """Commit operations that the loop has run."""
+    def _synced(self, outcomes: _Outcomes) -> _Outcomes:
+        """Make what was committed durable."""
         began = time.perf_counter()
         try:
-            self._connection.execute("COMMIT")
-        except sqlite3.Error as error:
-            return self._failed(batch, error)
+            if self._broken is not None:
+                raise self._broken
+            self._log.sync()
+        except OSError as error:
+            self._broken = error
+            failure = JournalError(f"the store's disk failed: {error}; stop the service and look at the disk")
+            return [(future, None, failure) for future, _, _ in outcomes]
         finally:
-            self._commit_seconds += (time.perf_counter() - began - self._commit_seconds) / _MEMORY
+            self._sync_seconds += (time.perf_counter() - began - self._sync_seconds) / _MEMORY
         return outcomes
 
     def _commit(self, batch: list[_Item]) -> _Outcomes:
@@ -258,7 +285,7 @@ class Writer:
                 self._connection.execute("PRAGMA busy_timeout=0")
         except sqlite3.Error as error:
             return self._failed(batch, error)
-        return outcomes
+        return self._synced(outcomes)
 
     def _failed(self, batch: list[_Item], error: sqlite3.Error) -> _Outcomes:
         self._roll_back()
