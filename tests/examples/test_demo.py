@@ -108,13 +108,13 @@ def test_nothing_is_left_running(finished_demo: tuple[Demo, dict[str, Any]], doc
 
 
 def test_killed_in_the_middle_it_goes_on(demo: Demo) -> None:
-    """kill -9 of the proxy, then of the engine: it goes on by itself. Of the trainer: it finishes when it is run again."""
+    """kill -9 of proxy, agents and engine: it goes on by itself. Of the trainer: it finishes when it is run again."""
     process = demo.start()
     output: list[str] = []
     reader = threading.Thread(target=lambda: output.extend(process.stdout or []))
     reader.start()
-    for restarts, victim in enumerate(("proxy", "engine"), 1):
-        _wait(lambda step=restarts: any(f"step {step}/3" in line for line in output), process, output)
+    for restarts, (step, victim) in enumerate(((1, "proxy"), (1, "agents"), (2, "engine")), 1):
+        _wait(lambda step=step: any(f"step {step}/3" in line for line in output), process, output)
         _kill(process, victim)
         _wait(lambda count=restarts: sum("restarted" in line for line in output) >= count, process, output)
     _kill(process, "trainer")
@@ -136,7 +136,7 @@ def _kill(process: subprocess.Popen[str], victim: str) -> None:
     if victim == "trainer":
         os.kill(process.pid, signal.SIGKILL)
         return
-    marker = {"proxy": "gyre_sdk.cli serve", "engine": "engines.embedded"}[victim]
+    marker = {"proxy": "gyre_sdk.cli serve", "agents": "agents.host", "engine": "engines.embedded"}[victim]
     pids = [pid for pid, args in _processes(process.pid) if marker in args]
     assert pids, f"no {victim} among {_processes(process.pid)}"
     for pid in pids:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gyre_sdk.errors import SettingsError
+from gyre_sdk.harness.workspace.engine import engine_url
 from gyre_sdk.trainer.config import AgentConfig, RolloutConfig, TasksConfig, TrainerConfig
 
 
@@ -32,8 +33,8 @@ class AgentSettings:
     def digest(self) -> str:
         """Return a fingerprint of what decides how a run goes on; more runs at a time, for example, do not."""
         rollout = self.rollout
-        limits = (rollout.workspace, rollout.recycle, rollout.timeout_s, rollout.turns, rollout.tokens)
-        return hashlib.sha256(repr((self.agent, limits, self.tasks, self.base)).encode()).hexdigest()
+        made = (rollout.workspace, rollout.recycle, rollout.timeout_s, rollout.turns, rollout.tokens, engine_url(None))
+        return hashlib.sha256(repr((self.agent, made, self.tasks, self.base)).encode()).hexdigest()
 
     def packed(self) -> bytes:
         """Return it for the other process.
