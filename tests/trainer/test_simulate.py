@@ -28,6 +28,7 @@ scenarios = st.builds(
         steps=st.integers(1, 9),
         mu=st.integers(1, 3),
         phi=st.floats(0, 3),
+        whole_steps=st.booleans(),
     ),
     runs=st.builds(
         Runs,
@@ -90,7 +91,7 @@ def test_conservation(scenario, name, seed):
     assert fleet.trace.steps == sorted(fleet.trace.steps)
     assert len(fleet.trace.staleness) == batch.steps * batch.groups
     assert min(fleet.trace.staleness) >= 0
-    assert max(fleet.trace.staleness) < 2 * batch.mu - 1 + batch.phi + 1e-9
+    assert max(fleet.trace.staleness) < 2 * batch.mu - 1 + batch.ahead + 1e-9
     per_cell = gpu_seconds(fleet)
     for cell in per_cell:
         assert sum(cell.values()) == pytest.approx(fleet.now)
@@ -148,11 +149,31 @@ def by_hand(**batch):
 
 
 def test_colocate_by_hand():
-    """Runs of 10 s and 30 s, 8 cell-seconds of training: 30 s, both cells switch in 3 s, train 4 s."""
+    """Runs of 10 s and 30 s, 8 cell-seconds of training: 30 s, both cells switch in 2 s with nothing to drain, train 4 s."""
     scenario, workload = by_hand(), Workload(((10.0, 30.0),), (8.0,))
-    assert controls.colocated(scenario, streaming=True).run(scenario, workload).now == pytest.approx(37.0)
+    assert controls.colocated(scenario, streaming=True).run(scenario, workload).now == pytest.approx(36.0)
     dealt = controls.colocated(scenario, streaming=False).run(scenario, workload)
-    assert dealt.now == pytest.approx(41.0), "one group cannot be dealt to two cells"
+    assert dealt.now == pytest.approx(40.0), "one group cannot be dealt to two cells"
+
+
+def test_a_cell_with_runs_is_drained():
+    """The first group's run ends at 10 s; a cell leaves the other's run, which takes a drain and a switch of 3 s."""
+    scenario = by_hand(groups=2, runs=1)
+    fleet = controls.elastic(Policy()).run(scenario, Workload(((10.0,), (100.0,)), (20.0, 20.0)))
+    assert [at for at, _ in fleet.trace.cells[0][1:4]] == pytest.approx([10.0, 11.0, 13.0])
+
+
+@pytest.mark.parametrize(("phi", "ahead"), [(0.5, 0), (1.0, 4), (1.5, 4), (2.0, 8)])
+def test_whole_steps_ahead(phi, ahead):
+    """A part of a step allows no run beyond the open burst: the same training as without it."""
+    batch = {"groups": 4, "runs": 1, "steps": 4, "whole_steps": True}
+    workload = Workload(((10.0,),) * 16, (1.0,) * 16)
+    fleet = Fleet(by_hand(**batch, phi=phi), workload, Mode(training=1))
+    assert fleet.counts.dispatched == 4 + ahead
+    whole = controls.fixed(fleet.scenario, 1, streaming=True).run(by_hand(**batch, phi=phi), workload)
+    assert (
+        whole.now == controls.fixed(fleet.scenario, 1, streaming=True).run(by_hand(**batch, phi=int(phi)), workload).now
+    )
 
 
 def test_a_fixed_split_by_hand():

@@ -28,5 +28,6 @@ def decision_of(settings: CellsConfig) -> tuple[Decide, Policy]:
         elastic=settings.policy == "elastic",
         hysteresis=settings.hysteresis,
         pace=settings.pace,
+        reserve=settings.reserve,
     )
     return (colocate if settings.policy == "colocate" else plan), policy

@@ -29,6 +29,8 @@ class CellsConfig(msgspec.Struct, frozen=True):
     """A change must be worth this many times what it was measured to cost."""
     pace: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     """Training cells at most this many times what finishes a burst's training together with its runs."""
+    reserve: Annotated[float, msgspec.Meta(ge=1)] = 1.0
+    """Capacity to keep for unfinished runs, in multiples of their number: the last ones go faster where cells are not full."""
     runs_per_cell: Positive | None = None
     """Runs that a serving cell carries at most; None: `rollout.concurrency` over `count`, or less where less was measured."""
     drain_s: Annotated[float, msgspec.Meta(ge=0)] = 2.0

@@ -251,7 +251,7 @@ class Fleet:
     def _dispatch(self) -> None:
         """Hand out groups up to the allowed depth, `(phi + mu) * B` beyond what is published."""
         batch = self.scenario.batch
-        depth = batch.mu + (batch.phi if self.mode.ahead else 0)
+        depth = batch.mu + (batch.ahead if self.mode.ahead else 0)
         limit = min(int((self.published + depth) * batch.groups), batch.steps * batch.groups)
         for group in range(len(self._version), limit):
             lengths = self.workload.lengths[group]
@@ -325,7 +325,10 @@ class Fleet:
     # Moves.
 
     def _act(self, action: Action) -> None:
-        """Start a move; cells arrive one after the other where they have to pull weights from the core."""
+        """Start a move; cells arrive one after the other where they have to pull weights from the core.
+
+        A cell without runs has nothing to drain.
+        """
         if self.moving:
             raise TrainerError(f"{action.cells} cells to move while {self.moving} move; wait for them")
         available = self.serving if action.move is Move.TO_TRAINING else self.training
@@ -336,14 +339,15 @@ class Fleet:
         self.moving = action.cells
         costs = self.scenario.costs
         if action.move is Move.TO_TRAINING:
+            drain = costs.drain_s if self._ends else 0.0
             self._done -= costs.recompute_s * action.cells / self.serving if self._ends else 0.0
             self.serving -= action.cells
-            at, pulls = self.now + costs.drain_s + costs.switch_s, self.training > 0
+            at, pulls = self.now + drain + costs.switch_s, self.training > 0
             for cell in range(self.training, self.training + action.cells):
                 at += costs.join_s if pulls and self.mode.streaming else 0.0
                 pulls = True
                 self._enter(cell, CellEvent.LEAVE, self.now)
-                self._enter(cell, CellEvent.DRAINED, self.now + costs.drain_s)
+                self._enter(cell, CellEvent.DRAINED, self.now + drain)
                 self._arrivals.append((at, cell, CellEvent.READY))
         else:
             self.training -= action.cells

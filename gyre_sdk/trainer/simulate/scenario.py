@@ -40,6 +40,13 @@ class Batch(Struct, frozen=True, forbid_unknown_fields=True):
     """Steps between two publications: a burst."""
     phi: Natural = 1.0
     """Steps of runs that may be under way beyond the open burst: the allowed staleness. `colocate` has none."""
+    whole_steps: bool = False
+    """Whether runs beyond the open burst are handed out by whole steps only; a part of a step is then no staleness at all."""
+
+    @property
+    def ahead(self) -> float:
+        """Steps that may really be under way beyond the open burst."""
+        return float(int(self.phi)) if self.whole_steps else self.phi
 
 
 class Runs(Struct, frozen=True, forbid_unknown_fields=True):
