@@ -1,8 +1,8 @@
-"""What a run may still spend, and how it ends when that is nothing."""
+"""What a run, or a lane of it, may still spend, and how it ends when that is nothing."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -13,15 +13,15 @@ LIMIT_CODE = "limit_exceeded"
 """Error code of a call beyond a budget; SDKs do not send such a call again."""
 
 
-class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Budgets of a run; None means none."""
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Budgets of a run, or of a lane with all lanes below it; None means none."""
 
     tokens: int | None = None
     """Prompt + sampled tokens, summed over calls."""
     turns: int | None = None
     """Calls."""
     seconds: float | None = None
-    """Wall time since the run was opened."""
+    """Wall time since the run, or the lane, was opened."""
     cost: float | None = None
     """US dollars, at the service's prices."""
 
@@ -47,6 +47,13 @@ class Usage:
     cost: float = 0.0
     """US dollars."""
 
+    def add(self, calls: int, prompt: int, sampled: int, cost: float) -> None:
+        """Count calls, tokens and dollars."""
+        self.calls += calls
+        self.prompt_tokens += prompt
+        self.sampled_tokens += sampled
+        self.cost += cost
+
 
 @dataclass(frozen=True, slots=True)
 class Spent:
@@ -56,10 +63,12 @@ class Spent:
     """Terminal state of the run: `timed_out` for wall time, `limit` for the rest."""
     what: str
     """The budget, in words."""
+    who: str = "the run"
+    """Whose it was."""
 
     def refusal(self) -> ProtocolError:
         """Return what a call beyond the budget is told."""
-        return ProtocolError(f"the run has spent its budget of {self.what}", status=403, code=LIMIT_CODE)
+        return ProtocolError(f"{self.who} has spent its budget of {self.what}", status=403, code=LIMIT_CODE)
 
 
 def room(limits: Limits, usage: Usage, prices: Prices, *, age: float, calls: int, prompt: int) -> int | Spent | None:
@@ -94,8 +103,29 @@ def room(limits: Limits, usage: Usage, prices: Prices, *, age: float, calls: int
     return most
 
 
+@dataclass(slots=True, eq=False)
+class Account:
+    """The budget of a lane. Calls of the lanes below it count too; what is over ends these lanes, not the run."""
+
+    who: str
+    """The lane, for messages."""
+    limits: Limits
+    opened_at: float
+    """Seconds since the epoch."""
+    usage: Usage = field(default_factory=Usage)
+    spent: Spent | None = None
+    """What ran out; it stays."""
+
+    def room(self, prices: Prices, *, at: float, calls: int, prompt: int) -> int | Spent | None:
+        """See `room`."""
+        if self.spent is not None:
+            return self.spent
+        most = room(self.limits, self.usage, prices, age=at - self.opened_at, calls=calls, prompt=prompt)
+        return replace(most, who=self.who) if isinstance(most, Spent) else most
+
+
 def out_of_time(limits: Limits) -> Spent:
-    """Return the end of a run whose wall time is over."""
+    """Return the end of a run or a lane whose wall time is over."""
     return Spent(RunStatus.TIMED_OUT, f"{limits.seconds:g} s of wall time")
 
 

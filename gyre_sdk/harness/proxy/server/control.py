@@ -19,6 +19,7 @@ from gyre_sdk.harness.proxy.server.agents import bearer
 from gyre_sdk.harness.proxy.server.bodies import read_struct
 from gyre_sdk.harness.proxy.server.budgets import Limits, Prices, Spent, final_status
 from gyre_sdk.harness.proxy.server.conduct import Services
+from gyre_sdk.harness.proxy.server.lane_states import LaneOpened, LaneReleased, write_event
 from gyre_sdk.harness.proxy.server.model_call import OPEN
 from gyre_sdk.harness.proxy.server.prepare import abort_orphan
 from gyre_sdk.harness.proxy.server.replicas import ReplicaControl, describe
@@ -54,6 +55,8 @@ class OpenLane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parent: str | None = None
     takes_over: bool = False
     """Send calls made with the parent's key to this lane until it is released."""
+    limits: Limits = Limits()
+    """Budgets of the lane with all lanes below it; a call beyond one is refused, and the run goes on."""
 
 
 class CloseRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -116,8 +119,7 @@ class Control:
         """Open a run and its main lane; both are durable before the answer."""
         given = await self._body(request, OpenRun)
         settings = self._services.settings
-        if given.limits.cost is not None and settings.prices == Prices() and not settings.hosted:
-            raise ProtocolError("limits.cost needs the service's prices; set them in its settings", param="limits.cost")
+        self._check(given.limits)
         classifier, named = None, given.classifier or settings.classifier
         if named:
             try:
@@ -159,6 +161,7 @@ class Control:
             raise ProtocolError(f"parent lane {given.parent!r} is not a lane of run {state.run}", param="parent")
         if given.takes_over and given.parent is None:
             raise ProtocolError("a lane that takes over needs a parent", param="parent")
+        self._check(given.limits)
         lane, key = new_lane_id(), new_key()
         record = LaneRecord(
             lane=lane,
@@ -169,18 +172,23 @@ class Control:
             created_at=time.time(),
         )
         await durable(self._services.journal.open_lane(record, key_digest(key)))
-        opened = self._registry.open_lane(state, record, key_digest(key))
-        if given.takes_over and given.parent is not None:
-            state.lanes[given.parent].diverted.append(opened)
+        more = LaneOpened(lane, given.limits, given.takes_over)
+        plain = more == LaneOpened(lane)
+        if not plain:
+            await durable(write_event(self._services.journal, state.run, more, record.created_at))
+        self._registry.open_lane(state, record, key_digest(key))
+        if not plain:
+            self._registry.take(state, more)
         return _json(self._access(lane, key))
 
     async def release_lane(self, request: web.Request) -> web.Response:
         """Give a parent's key back to the parent."""
         state = await self._state(request)
         lane = self._lane(state, request)
-        for other in state.lanes.values():
-            if lane in other.diverted:
-                other.diverted.remove(lane)
+        if any(lane in other.diverted for other in state.lanes.values()):
+            event = LaneReleased(lane.record.lane)
+            await durable(write_event(self._services.journal, state.run, event, time.time()))
+            self._registry.take(state, event)
         return _json({})
 
     async def close_run(self, request: web.Request) -> web.Response:
@@ -249,6 +257,7 @@ class Control:
         now: dict[str, Any] = {"open": state is not None and not state.closed}
         if state is not None:
             now |= {"in_flight": len(state.live), "usage": state.usage, "spent": state.spent and state.spent.what}
+            now |= {"budgets": state.budgets.shown()}
         totals = await asyncio.to_thread(self._totals, run)
         return _json({**msgspec.to_builtins(record), "lanes": msgspec.to_builtins(lanes), **totals, **now})
 
@@ -301,6 +310,11 @@ class Control:
                 if orphan.record.status in OPEN:
                     abort_orphan(self._services, orphan)
         state.orphans.clear()
+
+    def _check(self, limits: Limits) -> None:
+        settings = self._services.settings
+        if limits.cost is not None and settings.prices == Prices() and not settings.hosted:
+            raise ProtocolError("limits.cost needs the service's prices; set them in its settings", param="limits.cost")
 
     def _totals(self, run: RunId) -> dict[str, int]:
         calls, sampled = self._services.journal.run_totals(run)

@@ -63,7 +63,7 @@ def prepare_hosted(
             received_at=turn.at,
         )
         turn.calls.append(HostedCall(services, request, intent))
-    run.usage.calls += len(turn.calls)
+    run.charge(lane.record.lane, calls=len(turn.calls))
 
 
 def revive_hosted(services: Services, request: ModelRequest, orphan: Orphan) -> HostedCall:

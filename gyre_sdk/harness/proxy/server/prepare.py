@@ -21,6 +21,7 @@ from gyre_sdk.harness.proxy.render.grammar import constrained, constraint
 from gyre_sdk.harness.proxy.server.budgets import Prices, Spent, room
 from gyre_sdk.harness.proxy.server.conduct import LiveCall, Services
 from gyre_sdk.harness.proxy.server.hosted_turns import prepare_hosted, revive_hosted
+from gyre_sdk.harness.proxy.server.lane_states import spent_event, write_event
 from gyre_sdk.harness.proxy.server.model_call import OPEN, ModelCall
 from gyre_sdk.harness.proxy.server.names import fresh_name
 from gyre_sdk.harness.proxy.server.provider import Provider, wire_messages
@@ -69,7 +70,7 @@ async def prepare(
     hosted = services.settings.hosted_model(request.model)
     if hosted is not None:
         calls = request.n * max(1, len(request.prompts))
-        most = _room(services, run, turn.at, calls, 0, Prices())
+        most = _room(services, lane, turn.at, calls, 0, Prices())
         prepare_hosted(services, lane, turn, stored, hosted, most)
         return
     template = await _template(services, policy, request.thinking)
@@ -82,7 +83,7 @@ async def prepare(
         lenient = policy is HistoryPolicy.BRIDGE
         match, origin = await _off_loop(large, _continue, run.history, template, lane.record.lane, request, lenient)
         origins.append(origin)
-    sampling = _resolve(services, request, template, max(origins, key=lambda origin: len(origin.prompt)), run, turn.at)
+    sampling = _resolve(services, request, template, max(origins, key=lambda origin: len(origin.prompt)), lane, turn.at)
     if size > _KEPT_WHOLE:
         turn.request = run.without_conversation(request)
     for index in range(request.n * len(origins)):
@@ -105,10 +106,8 @@ async def prepare(
         )
         exchange = Exchange(call, sampling, pause=services.settings.retry_pause)
         turn.calls.append(LiveCall(services, turn.request, intent, exchange, template, origin))
-    usage, prompts = run.usage, sum(call.prompt_tokens for call in turn.calls)
-    usage.calls += len(turn.calls)
-    usage.prompt_tokens += prompts
-    usage.cost += services.settings.prices.of(prompts, 0)
+    prompts = sum(call.prompt_tokens for call in turn.calls)
+    run.charge(lane.record.lane, len(turn.calls), prompts, cost=services.settings.prices.of(prompts, 0))
 
 
 async def count_prompt(services: Services, lane: Lane, request: ModelRequest, size: int) -> int:
@@ -173,11 +172,8 @@ def track(run: RunState, call: ModelCall) -> None:
         intent = done.intent
         if sorter is not None:
             sorter.answered(intent.lane, intent.call, messages, (done.answer or Answer()).message())
-        run.usage.sampled_tokens += done.sampled
-        run.usage.cost += done.cost
         policy = isinstance(done, LiveCall)
-        if not policy:
-            run.usage.prompt_tokens += done.prompt_tokens
+        run.charge(intent.lane, 0, 0 if policy else done.prompt_tokens, done.sampled, done.cost)
         history = run.history if policy else run.hosted_history
         history.add(
             intent.call,
@@ -302,16 +298,16 @@ def _prompt(template: Template, request: ModelRequest, match: Match) -> Ids:
 
 
 def _resolve(
-    services: Services, request: ModelRequest, template: Template, origin: Origin, run: RunState, at: float
+    services: Services, request: ModelRequest, template: Template, origin: Origin, lane: Lane, at: float
 ) -> Sampling:
-    sampling, prompt = request.sampling, len(origin.prompt)
+    sampling, prompt, run = request.sampling, len(origin.prompt), lane.run
     if run.training:
         for name in _NOT_TRAINED:
             if sampling.extra.get(name):
                 problem = f"{name} is refused while a trainer uses the run: it changes what is sampled behind its back"
                 raise ProtocolError(problem, code="invalid_value", param=name)
     calls = request.n * max(1, len(request.prompts))
-    most = _room(services, run, at, calls, prompt, services.settings.prices)
+    most = _room(services, lane, at, calls, prompt, services.settings.prices)
     longest = min(sampling.max_tokens or services.settings.max_tokens, most or 1 << 31)
     context = services.template.context
     if context is not None:
@@ -351,13 +347,23 @@ def _check_reproducible(sampling: Sampling) -> None:
     )
 
 
-def _room(services: Services, run: RunState, at: float, calls: int, prompt: int, prices: Prices) -> int | None:
-    """Return how many tokens each of a request's calls may sample, None for no bound; or end the run."""
+def _room(services: Services, lane: Lane, at: float, calls: int, prompt: int, prices: Prices) -> int | None:
+    """Return how many tokens each of a request's calls may sample, None for no bound; or end the run, or the lane."""
+    run = lane.run
     most = room(run.limits, run.usage, prices, age=at - run.created_at, calls=calls, prompt=prompt)
     if isinstance(most, Spent):
         run.spend(most)
         services.journal.spend_run(run.run, most.status, most.what)
         raise most.refusal()
+    for name, account in run.budgets.of(lane.record.lane):
+        left = account.room(prices, at=at, calls=calls, prompt=prompt)
+        if isinstance(left, Spent):
+            if account.spent is None:
+                run.spend_lane(name, left)
+                write_event(services.journal, run.run, spent_event(name, left), at)
+            raise left.refusal()
+        if left is not None:
+            most = left if most is None else min(most, left)
     return most
 
 

@@ -18,6 +18,8 @@ from gyre_sdk.harness.proxy.lanes import Classifier
 from gyre_sdk.harness.proxy.lanes.loading import load_classifier
 from gyre_sdk.harness.proxy.server.budgets import LIMIT_CODE, Limits, Spent, Usage, out_of_time
 from gyre_sdk.harness.proxy.server.hosted import spent_by
+from gyre_sdk.harness.proxy.server.lane_budgets import LaneBudgets
+from gyre_sdk.harness.proxy.server.lane_states import LaneEvent, read_events, spent_event, write_event
 from gyre_sdk.harness.proxy.server.model_call import OPEN, ModelCall
 from gyre_sdk.harness.proxy.server.names import fresh_name
 from gyre_sdk.harness.proxy.server.protocols import RESPONSES
@@ -110,10 +112,15 @@ class RunState:
     """Tools of the last large request, as sent and as canonical: nearly always those of the next one too."""
     training: bool = False
     """Whether the run's rewards are compared: what a trainer cannot reproduce is refused."""
+    budgets: LaneBudgets = field(init=False)
+    """Of lanes that have their own."""
     classifier: Classifier | None = None
     """Tells the lanes of an agent that has one key for everything; None: lanes go by their keys."""
     sorters: dict[LaneId, Sorter] = field(default_factory=dict)
     """With a classifier: what it knows, by lane of the key."""
+
+    def __post_init__(self) -> None:
+        self.budgets = LaneBudgets(self.lanes)
 
     def refusal(self) -> ProtocolError:
         """Return what a call of a closed run is told."""
@@ -142,6 +149,19 @@ class RunState:
             self.tools = (sent, tools)
         instructions = request.raw[:1] if request.dialect == RESPONSES.name else ()
         return replace(request, messages=(), raw=instructions, tools=tools)
+
+    def charge(self, lane: LaneId, calls: int = 0, prompt: int = 0, sampled: int = 0, cost: float = 0.0) -> None:
+        """Count what a lane's calls use against the run's budget and those of lanes."""
+        self.usage.add(calls, prompt, sampled, cost)
+        for _, account in self.budgets.of(lane):
+            account.usage.add(calls, prompt, sampled, cost)
+
+    def spend_lane(self, lane: LaneId, spent: Spent) -> None:
+        """End a lane's calls in flight, and those of the lanes below it, because its budget ran out."""
+        self.budgets.spend(lane, spent)
+        for call in list(self.live):
+            if any(name == lane for name, _ in self.budgets.of(call.intent.lane)):
+                call.cancel(str(spent.refusal()), LIMIT_CODE)
 
     def spend(self, spent: Spent) -> None:
         """Close the run because a budget ran out; its calls in flight end."""
@@ -186,11 +206,27 @@ class Registry:
         if state.limits.seconds is not None and state.spent is None:
             left = state.created_at + state.limits.seconds - time.time()
             state.alarm = asyncio.get_running_loop().call_later(max(left, 0.0), self._time_is_up, state)
+        self._watch(state)
 
     def open_lane(self, state: RunState, record: LaneRecord, digest: str) -> Lane:
         """Keep a lane that was just opened."""
         lane = state.lanes[record.lane] = Lane(record, state)
         return self._remember(digest, lane)
+
+    def take(self, state: RunState, event: LaneEvent) -> None:
+        """Bring a lane to an event that was just recorded."""
+        state.budgets.take(event)
+        self._watch(state)
+
+    def _watch(self, state: RunState) -> None:
+        state.budgets.watch(lambda lane: self._lane_is_late(state, lane))
+
+    def _lane_is_late(self, state: RunState, lane: LaneId) -> None:
+        [account] = [account for name, account in state.budgets.of(lane) if name == lane]
+        if account.spent is None:
+            spent = replace(out_of_time(account.limits), who=account.who)
+            state.spend_lane(lane, spent)
+            write_event(self._journal, state.run, spent_event(lane, spent), time.time())
 
     def _remember(self, digest: str, lane: Lane) -> Lane:
         lane.run.keys.append(digest)
@@ -201,6 +237,8 @@ class Registry:
         state = self._runs.pop(run, None)
         if state is not None and state.alarm is not None:
             state.alarm.cancel()
+        if state is not None:
+            state.budgets.close()
         for digest in state.keys if state is not None else ():
             self._keys.pop(digest, None)
 
@@ -265,6 +303,8 @@ class Registry:
         state.classifier = load_classifier(name) if name else None
         for lane in self._journal.lanes(run):
             state.lanes[lane.lane] = Lane(lane, state)
+        for event in read_events(self._journal, run):
+            state.budgets.take(event)
         exchanges: dict[str, RecordedExchange] = {item.call: item for item in self._journal.exchanges(run)}
         for call in self._journal.calls(run):
             self._load_call(state, call, exchanges[call.call])
@@ -282,11 +322,8 @@ class Registry:
             prompt, sampled, cost = spent_by(answer)
         if call.status not in _ANSWERED:
             sampled = 0
-        usage, prices = state.usage, self._settings.prices
-        usage.calls += 1
-        usage.prompt_tokens += prompt
-        usage.sampled_tokens += sampled
-        usage.cost += prices.of(prompt, sampled) if cost is None else cost
+        paid = self._settings.prices.of(prompt, sampled) if cost is None else cost
+        state.charge(call.lane, 1, prompt, sampled, paid)
         if call.status in _ANSWERED and answer is not None:
             messages = tuple(msgspec.convert(exchange.messages, list[Message]))
             tools = request.shown_tools
