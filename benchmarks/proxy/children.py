@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import threading
@@ -78,9 +80,8 @@ class Child:
         return text
 
     def cpu(self) -> float:
-        """Return the CPU seconds that the process has used, user and system, threads included."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS
+        """Return the CPU seconds that the process and those under it have used, user and system, threads included."""
+        return sum(_cpu(pid) for pid in _family(self.pid))
 
     def peak_bytes(self) -> int:
         """Return the largest resident size that the process ever had."""
@@ -92,7 +93,14 @@ class Child:
     def kill(self) -> None:
         """SIGKILL it and what it started."""
         if self.process.poll() is None:
+            under = [os.pidfd_open(pid) for pid in _family(self.pid)[1:]]
             os.killpg(self.process.pid, signal.SIGKILL)
+            for handle in under:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+            for handle in under:
+                select.select([handle], [], [])
+                os.close(handle)
         self.process.wait()
 
     def stop(self) -> None:
@@ -114,3 +122,14 @@ class Child:
         assert self.process.stderr is not None
         for text in self.process.stderr:
             self._errors.append(text.rstrip())
+
+
+def _family(pid: int) -> list[int]:
+    """Return a process and all that it started, theirs too."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(member for child in children for member in _family(int(child)))]
+
+
+def _cpu(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS

@@ -14,7 +14,7 @@ import aiohttp
 from proxy import systems
 from proxy.load import Lane, Load, converse, drive, headers_of, pause_engine, stream_gaps
 from proxy.model import Model
-from proxy.systems import OURS, System
+from proxy.systems import BOTH, OURS, WORKERS, System
 
 CONNECTIONS, TURNS = 32, 4
 DIRECT = "engine"
@@ -49,6 +49,7 @@ def throughput(running: list[System], rounds: int, seconds: float, brief: str) -
         "p50_ms": _rounded({name: statistics.median(p50[name]) for name in names}),
         "cpu_ms_per_call": _rounded({name: statistics.median(cpu[name]) for name in names}),
         "gyre_over": _rounded({name: medians[OURS] / medians[name] for name in names if name != OURS}),
+        "workers_over": _rounded({name: medians[WORKERS] / medians[name] for name in names if name != WORKERS}),
         "errors": errors[:5],
     }
 
@@ -73,7 +74,7 @@ def latency(running: Sequence[System], engine: str, calls: int, streams: int) ->
     names = [DIRECT, *(system.name for system in running)]
     lanes = {system.name: system.open_lanes(calls // TURNS + 4) for system in running}
     lanes[DIRECT] = [Lane(f"{engine}/v1", "none")] * len(next(iter(lanes.values())))
-    ours = list(lanes.get(OURS, ()))
+    ours = [lane for name in BOTH for lane in lanes.get(name, ())]
     whole, streamed, errors = asyncio.run(_serial(names, lanes, engine, calls, streams))
     systems.end_runs(ours)
     result: dict[str, Any] = {"p50_ms": _rounded({name: 1000 * statistics.median(whole[name]) for name in names})}
@@ -111,13 +112,13 @@ def agents(model: Model, engine: str, home: Path, count: int, calls: int) -> dic
 
 
 def _round(system: System, lanes: int, brief: str, errors: list[str]) -> tuple[Load, float]:
-    """Drive one round; return what came of it and the CPU seconds of the system's process."""
+    """Drive one round; return what came of it and the CPU seconds of the system's processes."""
     opened = system.open_lanes(lanes)
     before = system.child.cpu()
     load = asyncio.run(drive(opened, CONNECTIONS, TURNS, brief))
     used = system.child.cpu() - before
     errors += [f"{system.name}: {text}" for text in load.errors]
-    if system.name == OURS:
+    if system.name in BOTH:
         systems.end_runs(opened)
     return load, used
 

@@ -22,6 +22,9 @@ HERE = Path(__file__).resolve().parent
 PEERS = HERE.parent / "peers"
 CACHE = Path.home() / ".cache" / "gyre" / "bench"
 OURS, BARE = "gyre", "passthrough"
+WORKERS = "gyre, 2 workers"
+"""Our proxy again, as two processes over one store; each run's agents are given their worker's address."""
+BOTH = (OURS, WORKERS)
 _SERVICE_KEY = "the-service-key-of-the-benchmark"
 
 
@@ -102,7 +105,7 @@ def stub(model: Model, chunk: int = 8) -> Iterator[str]:
         child.kill()
 
 
-def gyre(model: Model, engine: str, home: Path, *options: str) -> System:
+def gyre(model: Model, engine: str, home: Path, *options: str, name: str = OURS) -> System:
     """Start `gyre serve` with its store in `home`."""
     store = home / "store.db"
     code = "import sys; from gyre_sdk.harness.proxy.server import main; sys.exit(main(sys.argv[1:]))"
@@ -124,7 +127,7 @@ def gyre(model: Model, engine: str, home: Path, *options: str) -> System:
         opened = [_control(f"{url}/gyre/v1/runs", {"task": "bench"}) for _ in range(count)]
         return [Lane(access["base_url"], access["api_key"], access["run"]) for access in opened]
 
-    return System(OURS, child, lanes, lambda: _stored_by_gyre(store))
+    return System(name, child, lanes, lambda: _stored_by_gyre(store))
 
 
 def end_runs(lanes: list[Lane]) -> None:
@@ -160,8 +163,8 @@ def install(peer: str) -> Path:
 
 
 def _start(name: str, model: Model, engine: str, home: Path) -> System:
-    if name == OURS:
-        return gyre(model, engine, home)
+    if name in BOTH:
+        return gyre(model, engine, home, *(("--workers", "2") if name == WORKERS else ()), name=name)
     if name == BARE:
         child = Child([sys.executable, str(HERE / "passthrough.py"), engine], home)
     else:
