@@ -27,6 +27,8 @@ _PART, _FIELDS = 1, 2
 """Codes of the msgpack extensions that stand for a part by its digest: one whose body is JSON, or msgpack again."""
 _KNOWN = 100_000
 """Digests of bodies to keep in mind."""
+_FROZEN, _LITTLE = 8192, 2048
+"""Items whose digests are kept in mind at most, and bytes of each."""
 _PACKS = 64
 """Packs to keep open while a run is read; they are read nearly in order."""
 _WINDOW = 4096
@@ -49,6 +51,8 @@ class KnownBodies:
 
     def __init__(self) -> None:
         self._known: dict[bytes, None] = {}
+        self._digests: dict[int, tuple[Any, bytes]] = {}
+        """Of frozen items, by their identity; each is kept alive by its entry."""
 
     def add(self, digests: Iterable[bytes]) -> None:
         """Keep in mind that bodies are durable."""
@@ -66,6 +70,23 @@ class KnownBodies:
     def digests(self, items: Sequence[Any], fresh: Fresh) -> tuple[bytes, ...]:
         """Return the digests of JSON values."""
         return tuple([self.digest(item, fresh) for item in items])
+
+    def frozen_digests(self, items: Sequence[Any], fresh: Fresh) -> tuple[bytes, ...]:
+        """Return the digests of values; structs are frozen, so that one which comes again needs no hashing."""
+        if len(self._digests) > _FROZEN:
+            self._digests = {}
+        digests, found = self._digests, []
+        for item in items:
+            entry = digests.get(id(item))
+            if entry is None or entry[1] not in self._known:
+                digest, body = body_of(item)
+                entry = item, digest
+                if digest not in self._known:
+                    fresh[digest] = body
+                if len(body) <= _LITTLE and isinstance(item, msgspec.Struct):
+                    digests[id(item)] = entry
+            found.append(entry[1])
+        return tuple(found)
 
     def packed(self, value: Any, fresh: Fresh) -> bytes:
         """Return the digest of a value's msgpack."""

@@ -112,7 +112,7 @@ class CallRows:
         shared = intent.shared if intent.parent else 0
         start = context_start(shared)
         ids = as_ids(intent.prompt_ids[start:])
-        items = Items(self._bodies.digests(intent.messages, fresh), self._bodies.digests(intent.raw, fresh))
+        items = Items(self._bodies.frozen_digests(intent.messages, fresh), self._bodies.digests(intent.raw, fresh))
         values = (
             intent.call,
             intent.run,

@@ -79,7 +79,8 @@ class CallLog:
         """Write an attempt's end, and what the call keeps when tokens are given up."""
         if not end.lost_ids:
             self._attempt_end = end.attempt  # held back: the call's end may come along
-            self._loop.call_soon(self._write_end)
+            if end.attempt.end != "finished":
+                self._loop.call_soon(self._write_end)
             return
         self._write_held()
         lost = TokenChunk(end.keep, list(end.lost_ids), list(end.lost_logprobs), list(end.lost_spans))

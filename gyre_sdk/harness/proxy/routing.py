@@ -78,8 +78,7 @@ class Replica:
         return ReplicaState.PAUSED if self.health is Health.PAUSED else ReplicaState.SERVING
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(msgspec.Struct, frozen=True):
     """What an attempt asks of a replica."""
 
     run: str

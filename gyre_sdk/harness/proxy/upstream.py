@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -31,11 +30,11 @@ _LARGE = 1 << 20
 """Prompts of more bytes of JSON are put into their request in a thread."""
 
 
-class _Logprob(msgspec.Struct):
+class _Logprob(msgspec.Struct, gc=False):
     logprob: float | None = None
 
 
-class _Logprobs(msgspec.Struct):
+class _Logprobs(msgspec.Struct, gc=False):
     content: list[_Logprob] | None = None
 
 
@@ -60,13 +59,13 @@ class _CandidateChunk(msgspec.Struct):
     choices: list[_CandidateChoice] = []
 
 
-class _Span(msgspec.Struct):
+class _Span(msgspec.Struct, gc=False):
     version: str | int
     start: int
     end: int
 
 
-class _Choice(msgspec.Struct):
+class _Choice(msgspec.Struct, gc=False):
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
@@ -97,8 +96,7 @@ _MOST_CANDIDATES = 20
 """vLLM's default for `--max-logprobs`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """What one network read brought."""
 
     ids: list[int]

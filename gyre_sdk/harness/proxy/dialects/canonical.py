@@ -171,6 +171,8 @@ def in_call_order(messages: Sequence[Message]) -> tuple[Message, ...]:
     Templates that show no ids tell results apart by order alone. Runs of tool messages whose ids do not all belong
     to the calls before them stay as they are.
     """
+    if not any(message.role == "tool" for message in messages):
+        return tuple(messages)
     ordered = list(messages)
     calls: dict[str, int] = {}
     at = 0

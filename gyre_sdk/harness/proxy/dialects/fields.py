@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -24,6 +25,8 @@ _NEUTRAL: dict[str, Any] = {
 }
 """Fields that change the sampled distribution and are handed to the engine, with the value that changes nothing."""
 
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")
+"""In any JSON that holds an integer beyond 64 bits."""
 _EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {})
 MAX_CHOICES = 16
 MAX_CANDIDATES = 20
@@ -41,7 +44,8 @@ def decode_object(body: bytes) -> dict[str, Any]:
         raise ProtocolError(f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(fields, dict):
         refuse("the body must be a JSON object", None)
-    refuse_huge(fields)
+    if _LONG_NUMBER.search(body):
+        refuse_huge(fields)
     return fields
 
 
@@ -66,7 +70,7 @@ def refuse_huge(value: Any, most: int = (1 << 64) - 1) -> None:
 def refuse_given(fields: dict[str, Any], names: Sequence[str]) -> None:
     """Refuse a request that gives one of these fields a value that is not empty."""
     for name in names:
-        if fields.get(name) not in _EMPTY:
+        if name in fields and fields[name] not in _EMPTY:
             refuse(f"{name} cannot be honoured by this service: it would change or hide what is sampled", name)
 
 
@@ -95,7 +99,7 @@ def sampling(
     extra = {
         name: fields[name]
         for name, neutral in _NEUTRAL.items()
-        if fields.get(name) is not None and fields[name] != neutral
+        if name in fields and fields[name] is not None and fields[name] != neutral
     }
     return Sampling(
         temperature=float(number(fields, "temperature", 1.0, 0.0, greatest)),

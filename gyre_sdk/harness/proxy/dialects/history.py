@@ -64,8 +64,7 @@ class _Node:
     answers: list[Recorded] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(msgspec.Struct, frozen=True):
     """What a request continues."""
 
     recorded: Recorded | None
@@ -78,8 +77,7 @@ class Match:
     """Leading messages that any recorded request or answer shares."""
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(msgspec.Struct, frozen=True):
     """Where a prompt's ids come from."""
 
     parent: Recorded | None
@@ -319,8 +317,11 @@ def _restored(known: Sequence[Message], messages: Sequence[Message]) -> tuple[Me
         result = ids.get(message.tool_call_id, message.tool_call_id)
         if place < len(known):
             old = known[place]
-            ids |= {new.id: call.id for call, new in zip(old.tool_calls, message.tool_calls, strict=True) if new.id}
-            done.append(msgspec.structs.replace(old, tool_call_id=result, extra=message.extra))
+            if old.tool_calls:
+                ids |= {new.id: call.id for call, new in zip(old.tool_calls, message.tool_calls, strict=True) if new.id}
+            if old.tool_call_id != result or old.extra != message.extra:
+                old = msgspec.structs.replace(old, tool_call_id=result, extra=message.extra)
+            done.append(old)
         elif result != message.tool_call_id:
             done.append(msgspec.structs.replace(message, tool_call_id=result))
         else:

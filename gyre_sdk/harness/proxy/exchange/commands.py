@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from gyre_sdk.records import AttemptRecord, CallStatus, VersionSpan
 
@@ -10,13 +10,11 @@ REJECTED = "rejected_by_engine"
 """Code of a failure that is the engine's answer to what was asked."""
 
 
-@dataclass(frozen=True, slots=True)
-class PersistIntent:
+class PersistIntent(msgspec.Struct, frozen=True):
     """Record the call, at the latest with its first tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class FindReplica:
+class FindReplica(msgspec.Struct, frozen=True):
     """Choose a replica; answer with `Routed` or `Unserved`."""
 
     avoid: str | None = None
@@ -25,15 +23,13 @@ class FindReplica:
     """Seconds to wait first; grows while attempts end without a token."""
 
 
-@dataclass(frozen=True, slots=True)
-class PersistAttempt:
+class PersistAttempt(msgspec.Struct, frozen=True):
     """Record an attempt, at the latest with the first tokens that it brings."""
 
     attempt: AttemptRecord
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Ask the engine to continue the prompt + `sampled`."""
 
     attempt: AttemptRecord
@@ -42,15 +38,13 @@ class Send:
     max_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class PersistTokens:
+class PersistTokens(msgspec.Struct, frozen=True):
     """Record sampled tokens that came; answer with `Stored`."""
 
     start: int
 
 
-@dataclass(frozen=True, slots=True)
-class PersistAttemptEnd:
+class PersistAttemptEnd(msgspec.Struct, frozen=True):
     """Record how an attempt ended, and the tokens that were given up with it: they leave the call's own tokens."""
 
     attempt: AttemptRecord
@@ -61,8 +55,7 @@ class PersistAttemptEnd:
     lost_spans: tuple[VersionSpan, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PersistEnd:
+class PersistEnd(msgspec.Struct, frozen=True):
     """Record the terminal state; answer with `Ended` when durable."""
 
     status: CallStatus
@@ -70,27 +63,23 @@ class PersistEnd:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AbortAttempt:
+class AbortAttempt(msgspec.Struct, frozen=True):
     """Tell the engine to stop an attempt that is running."""
 
     attempt: AttemptRecord
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(msgspec.Struct, frozen=True):
     """Tokens up to `upto` may be shown to the agent."""
 
     upto: int
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(msgspec.Struct, frozen=True):
     """The answer is complete and durable: give it to the agent."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(msgspec.Struct, frozen=True):
     """Give the agent an error."""
 
     status: int
@@ -99,8 +88,7 @@ class Fail:
     retryable: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PersistDelivered:
+class PersistDelivered(msgspec.Struct, frozen=True):
     """Record the delivery."""
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from gyre_sdk.records import VersionSpan
 
 
-@dataclass(frozen=True, slots=True)
-class Routed:
+class Routed(msgspec.Struct, frozen=True):
     """A replica was chosen for the next attempt."""
 
     replica: str
@@ -18,16 +17,14 @@ class Routed:
     """Fresh for each attempt: engines abort by id."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(msgspec.Struct, frozen=True):
     """The engine sampled tokens."""
 
     ids: list[int]
     logprobs: list[float | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(msgspec.Struct, frozen=True):
     """The engine ended the attempt with a real finish reason."""
 
     reason: str
@@ -36,8 +33,7 @@ class Finished:
     """Versions in the attempt's own tokens; empty when the engine gave none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Broken:
+class Broken(msgspec.Struct, frozen=True):
     """The attempt ended without a finish: connection lost, engine error, a bare end marker, or an abort."""
 
     message: str
@@ -48,52 +44,44 @@ class Broken:
     """Sampled tokens of the call up to which no stop string has begun; None means all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(msgspec.Struct, frozen=True):
     """The engine refused the request for good."""
 
     status: int
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Unserved:
+class Unserved(msgspec.Struct, frozen=True):
     """No replica was there for `waited` seconds."""
 
     waited: float
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(msgspec.Struct, frozen=True):
     """The call's tokens are durable up to `upto`."""
 
     upto: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """The terminal record is durable."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoreFailed:
+class StoreFailed(msgspec.Struct, frozen=True):
     """The store refused a write: nothing more may be sent to the agent."""
 
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Delivered:
+class Delivered(msgspec.Struct, frozen=True):
     """The end of the answer reached the agent's connection."""
 
 
-@dataclass(frozen=True, slots=True)
-class AgentGone:
+class AgentGone(msgspec.Struct, frozen=True):
     """A connection of the agent closed before the end of the answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cancelled:
+class Cancelled(msgspec.Struct, frozen=True):
     """The run does not want the call any more."""
 
     message: str

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, get_args
 
 from gyre_sdk.errors import GyreError
 from gyre_sdk.harness.proxy.exchange.commands import (
@@ -182,7 +184,7 @@ class Exchange:
         legal = TRANSITIONS[before].get(type(event))
         if legal is None:
             raise IllegalTransition(f"call {self.call}: {type(event).__name__} cannot happen while {before}")
-        commands: list[Command] = getattr(self, f"_on_{type(event).__name__.lower()}")(event)
+        commands = _HANDLERS[type(event)](self, event)
         if self.status not in legal:
             raise IllegalTransition(f"call {self.call}: {type(event).__name__} led from {before} to {self.status}")
         return commands
@@ -345,3 +347,8 @@ class Exchange:
     def _fail(self, status: CallStatus, failure: Fail) -> Command:
         self._ending, self._failure = PersistEnd(status, error=failure.message), failure
         return self._ending
+
+
+_HANDLERS: dict[type[Event], Callable[[Exchange, Any], list[Command]]] = {
+    kind: getattr(Exchange, f"_on_{kind.__name__.lower()}") for kind in get_args(Event)
+}

@@ -144,6 +144,11 @@ def family_bridge(
 
 def _tail_start(prompt: Ids, stop_ids: Sequence[int]) -> int:
     size = _TAIL
+    if size < len(prompt):
+        for back, token in enumerate(reversed(prompt[-size:].tolist()), 1):
+            if token in stop_ids:
+                return len(prompt) - max(back, _TAIL)
+        size *= 4
     while size < len(prompt):
         end = prompt[-size:]
         found = max((int(places[-1]) for stop in stop_ids if len(places := np.flatnonzero(end == stop))), default=-1)

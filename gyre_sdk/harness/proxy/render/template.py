@@ -81,14 +81,14 @@ class Template:
         if not new:
             return None
         wires, shown = [_wire(message) for message in new], list(tools)
-        before = [_wire(message) for message in (*past[:1], *past[-1:])]
+        own_words = any(message.role == "assistant" for message in new)
         try:
-            if self.difference is not None:
-                ids = self.difference.extend(whole, prompt_len, wires, shown, before)
-            elif any(message.role == "assistant" for message in new):
-                ids = self._extend(whole, prompt_len, wires, shown, before)
-            else:
+            if self.difference is None and not own_words:
                 ids = family_bridge(self.renderer, self.stop_ids, whole, prompt_len, wires, shown or None)
+            else:
+                before = [_wire(message) for message in (*past[:1], *past[-1:])]
+                extend = self.difference.extend if self.difference is not None else self._extend
+                ids = extend(whole, prompt_len, wires, shown, before)
         except RenderError:
             raise
         except Exception as error:  # boundary: third-party templates raise whatever they like

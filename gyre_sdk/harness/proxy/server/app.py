@@ -70,7 +70,7 @@ class ProxyServer:
         tasks: set[asyncio.Task[None]] = set()
 
         def spawn(work: Any) -> asyncio.Task[None]:
-            task: asyncio.Task[None] = asyncio.ensure_future(work)
+            task: asyncio.Task[None] = asyncio.create_task(work)
             tasks.add(task)
             task.add_done_callback(tasks.discard)
             return task

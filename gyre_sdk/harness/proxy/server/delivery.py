@@ -6,16 +6,43 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
+from aiohttp.helpers import rfc822_formatted_time
+from aiohttp.http import SERVER_SOFTWARE
 
 from gyre_sdk.harness.proxy.dialects import AnswerStream, Dialect, TokenText
 from gyre_sdk.harness.proxy.server.model_call import ModelCall
 from gyre_sdk.harness.proxy.server.turns import Turn
 
 _JSON = {"Content-Type": "application/json"}
+_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\nDate: %s\r\nServer: %s\r\n\r\n"
 _SSE = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _BUFFERED = 1 << 15
 """Bytes that a connection may leave unread before its patience is counted; below what makes a write wait."""
+
+
+class _OneWrite(web.StreamResponse):
+    """A whole JSON answer over a connection that is kept: one write, without the general way's headers and checks."""
+
+    keep_alive = True
+
+    def __init__(self, body: bytes) -> None:
+        super().__init__()
+        self._data: bytes | None = (
+            _HEAD % (len(body), rfc822_formatted_time().encode(), SERVER_SOFTWARE.encode()) + body
+        )
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        """See `web.StreamResponse`."""
+        data, self._data = self._data, None
+        if data is None:
+            return
+        if request.transport is None or request.transport.is_closing():
+            raise ConnectionResetError("the agent closed the connection")
+        request.transport.write(data)
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """See `web.StreamResponse`."""
 
 
 class SlowClient(ConnectionError):
@@ -45,7 +72,8 @@ class Delivery:
         _raise_failure(turn.calls)
         choices = [call.choice() for call in turn.calls]
         body = dialect.body(turn.request, turn.name, turn.at, choices, turn.prompt_tokens)
-        response = web.Response(body=body, headers=_JSON)
+        plain = request.version == HttpVersion11 and request.keep_alive and len(body) < _BUFFERED
+        response = _OneWrite(body) if plain else web.Response(body=body, headers=_JSON)
         await response.prepare(request)
         await response.write_eof()
         _note_delivery(request, turn)
@@ -64,7 +92,6 @@ class Delivery:
         try:
             await self._wait_for_start(turn)
             await response.prepare(request)
-            await self._write(request, response, stream.start(turn.prompt_tokens))
             if await self._relay(request, response, stream, turn):
                 _note_delivery(request, turn)
         except ConnectionError:
@@ -88,10 +115,11 @@ class Delivery:
         self, request: web.Request, response: web.StreamResponse, stream: AnswerStream, turn: Turn
     ) -> bool:
         """Send what the calls release until all have ended; True for a good end."""
+        head = stream.start(turn.prompt_tokens)
         shown, tokens, finished = [0] * len(turn.calls), [0] * len(turn.calls), [False] * len(turn.calls)
         while True:
             changed = [call.changes() for call in turn.calls]
-            out: list[bytes] = []
+            out, head = [head], b""
             for index, call in enumerate(turn.calls):
                 if call.error is not None:
                     await self._write(request, response, b"".join(out) + stream.error(call.error))

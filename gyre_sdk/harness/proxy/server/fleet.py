@@ -134,8 +134,9 @@ class Fleet:
             del self._running[running]
             self.routes.close(running.load)
             running.task = None
-            self._ended.set()
-            self._ended = asyncio.Event()
+            if running.load.replica.draining:
+                self._ended.set()
+                self._ended = asyncio.Event()
 
     def on(self, replica: Replica) -> list[Running]:
         """Return the attempts on a replica."""

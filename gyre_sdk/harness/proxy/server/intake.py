@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from gyre_sdk.errors import ProtocolError
 from gyre_sdk.harness.proxy.dialects import Dialect, ModelRequest
@@ -17,8 +18,7 @@ from gyre_sdk.harness.proxy.server.state import Lane, Orphan, body_digest
 from gyre_sdk.harness.proxy.server.turns import Turn, repeated
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True):
     """A request as it came."""
 
     lane: Lane
@@ -32,7 +32,7 @@ class Asked:
     """Whether the client says that it repeats an earlier request."""
     key: str | None = None
     """`Idempotency-Key`."""
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     """As sent, keys included."""
 
 
