@@ -194,7 +194,11 @@ def _batches(paths: Sequence[str]) -> Iterable[str]:
 
 
 def _decoded(done: ExecResult) -> bytes:
-    if done.truncated or done.timed_out:
+    if done.timed_out:
+        raise WorkspaceError(
+            f"it did not list its watched files within {_SECONDS:.0f} s; the machine may be overloaded"
+        )
+    if done.truncated:
         raise WorkspaceError("it has too many files that are watched (conftest.py, .pth, git hooks and their like)")
     try:
         return base64.b64decode("".join(done.stdout.split()), validate=True)
