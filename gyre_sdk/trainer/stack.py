@@ -83,6 +83,7 @@ class Stack:
         self.checkpoints = config.output.dir / "checkpoints"
         self._cleanup = ExitStack()
         self._children: list[Child | Launched] = []
+        self._checks: list[Callable[[], None]] = []
         self.core: Core | None = None
         self.cells: list[Launched] = []
         self.on_moved: Callable[[str, str], None] = lambda old, new: self.publisher.returned(new, known=False)
@@ -121,8 +122,8 @@ class Stack:
         Raises:
             TrainerError: naming it, with the end of its log.
         """
-        for child in self._children:
-            child.check()
+        for check in [*(child.check for child in self._children), *self._checks]:
+            check()
 
     def pids(self) -> dict[str, int]:
         """Return the process ids of agents, proxy, replicas and workers, by name."""
@@ -232,6 +233,7 @@ class Stack:
             check=self.check,
         )
         self._cleanup.callback(self.agents.close)
+        self._checks.append(self.agents.check)
         self.agents.connect()
 
     def _lock(self, path: Path) -> None:

@@ -209,6 +209,28 @@ def test_a_run_that_kills_the_process_is_given_up(place: Place, connect: Callabl
     assert client.outcome(group, 1).kind is OutcomeKind.ENDED
 
 
+def test_one_that_comes_back_without_its_agent_ends_the_training(place: Place) -> None:
+    module = place.folder / "vanishing_agent.py"
+    module.write_text("def agent(agent): ...")
+    config = load_config(place.folder / "train.toml", ["agent.function=vanishing_agent:agent"])
+    process, address = start_host(place)
+    agents = Agents(lambda: address, place.key, AgentSettings.of(config, place.folder), lambda event: None)
+    try:
+        agents.connect()
+        agents.check()
+        module.unlink()
+        process.kill()
+        process.wait()
+        process, address = start_host(place)
+        wait_for(lambda: agents._failure is not None)
+        with pytest.raises(TrainerError, match=r"cannot be used any more: .* there is no module 'vanishing_agent'"):
+            agents.check()
+        agents.close()
+    finally:
+        process.kill()
+        process.wait()
+
+
 TRAINER = """
 import time
 from pathlib import Path

@@ -6,7 +6,6 @@ recorded as cancelled and asked for again. Runs that a former trainer asked for 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import pickle
 import secrets
@@ -17,12 +16,13 @@ from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass
 from typing import Any
 
-from gyre_sdk.errors import SettingsError, TrainerError
+from gyre_sdk.errors import TrainerError
 from gyre_sdk.harness.hooks import Fanout
 from gyre_sdk.harness.ports import Observer
 from gyre_sdk.harness.task import Task
 from gyre_sdk.records import RunRecord, RunResult
 from gyre_sdk.trainer.agents.outcome import Outcome, OutcomeKind, error_of
+from gyre_sdk.trainer.agents.parcels import Parcels
 from gyre_sdk.trainer.agents.settings import AgentSettings
 from gyre_sdk.trainer.agents.wire import (
     Begin,
@@ -108,7 +108,7 @@ class Agents:
         self._key = key
         self._hello = Hello(settings.packed())
         self._observer = Fanout(observer)
-        self._listed = {id(task): task for task in listed}
+        self._parcels = Parcels(listed)
         self._died: Died = lambda owner: ()
         self._check = check
         self._lives = lives
@@ -116,13 +116,11 @@ class Agents:
         self._line: Line | None = None
         self._service: Serve | None = None
         self._asked: dict[str, _Asked] = {}
-        self._keys: dict[int, tuple[Task, str]] = {}
-        """Task, by its identity -> what it is called on the line."""
-        self._bodies: dict[str, bytes] = {}
         self._known: set[str] = set()
         """Tasks that the process has."""
         self._adopted: dict[str, tuple[Running, Outcome | None]] = {}
         """Runs of a former trainer that nobody has asked for yet."""
+        self._failure: Exception | None = None
         self._closing = threading.Event()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="agents", daemon=True)
@@ -169,12 +167,12 @@ class Agents:
         with self._lock:
             running, outcome = self._take_up(order)
             if running is None:
-                message = Begin(secrets.token_hex(8), order, self._key_of(task))
+                message = Begin(secrets.token_hex(8), order, self._parcels.key_of(task))
                 self._asked[message.id] = _Asked(message, done, self._lives, time.time())
                 self._ask(message)
                 return
             if outcome is None:
-                message = Begin(running.id, order, self._key_of(task))
+                message = Begin(running.id, order, self._parcels.key_of(task))
                 self._asked[running.id] = _Asked(message, done, self._lives, time.time() - running.seconds - _SLACK)
                 return
         done(outcome)
@@ -195,6 +193,16 @@ class Agents:
                 return found.result(_LOOK).checked()
             except TimeoutError:
                 self._check()
+                self.check()
+
+    def check(self) -> None:
+        """Raise when no outcome will come any more.
+
+        Raises:
+            TrainerError: the process that came after one that died refuses the settings, or something failed here.
+        """
+        if self._failure is not None:
+            raise TrainerError(f"the agents' process cannot be used any more: {self._failure}") from self._failure
 
     def close(self) -> None:
         """Have runs under way recorded as cancelled and their workspaces removed, then hang up. Idempotent."""
@@ -228,7 +236,7 @@ class Agents:
 
     def _ask(self, message: Begin) -> None:
         if message.key and message.key not in self._known:
-            self._send(Know(message.key, self._bodies[message.key]))
+            self._send(Know(message.key, self._parcels.packed(message.key)))
             self._known.add(message.key)
         self._send(message)
 
@@ -241,31 +249,16 @@ class Agents:
             return None, None
         return found, self._adopted.pop(found.id)[1]
 
-    def _key_of(self, task: Task) -> str:
-        """Return what a task is called on the line; empty for one that only the process itself can load."""
-        if id(task) not in self._keys:
-            try:
-                body = pickle.dumps(task)
-            except (pickle.PicklingError, AttributeError, TypeError) as error:
-                if id(task) not in self._listed:
-                    raise SettingsError(
-                        f"task {task.name!r} cannot be sent to the agents' process: {error}; give it a scorer that is a"
-                        " function of a module, not a lambda or an inner function"
-                    ) from error
-                key = ""
-            else:
-                key = hashlib.sha256(body).hexdigest()[:16]
-                self._bodies[key] = body
-            self._keys[id(task)] = (task, key)
-        return self._keys[id(task)][1]
-
     # -- the thread that receives --------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
         try:
             self._listen()
-        except Exception:  # boundary: top of the thread
+        except Exception as error:  # boundary: top of the thread; `check` raises it
+            self._failure = error
             _log.exception("the agents' process is not heard any more")
+        finally:
+            self._stopped.set()
 
     def _listen(self) -> None:
         line = self._line
@@ -311,6 +304,8 @@ class Agents:
                 self._closing.wait(_AGAIN)
                 continue
             self._resume(line, welcome)
+            if self._closing.is_set():
+                line.hang_up()  # `leave` may not have seen it
             return line
         return None
 
