@@ -136,8 +136,11 @@ def _run_all(stack: Stack, tasks: Sequence[Task], name: str, options: dict[str, 
         except GyreError as error:
             ended(Outcome(OutcomeKind.FAILED, str(error), type(error).__name__))
 
-    for task in tasks:
-        slots.submit(lambda end, task=task: run(task, end))  # type: ignore[misc]
-    for _ in tasks:
-        while not finished.acquire(timeout=_LOOK):
-            stack.check()
+    try:
+        for task in tasks:
+            slots.submit(lambda end, task=task: run(task, end))  # type: ignore[misc]
+        for _ in tasks:
+            while not finished.acquire(timeout=_LOOK):
+                stack.check()
+    finally:
+        slots.stop(0.0)

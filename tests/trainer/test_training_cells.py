@@ -74,7 +74,8 @@ def test_cells_share_each_batch(tmp_path: Path) -> None:
         report = train(settings, stack=stack)
         names = set(stack.pids())
         rows = stack.service.status()["replicas"]
-    assert names == {"proxy", "cell-0-replica", "cell-1-replica", "cell-2-replica", "cell-1-worker", "cell-2-worker"}
+    replicas = {f"cell-{number}-replica" for number in range(3)}
+    assert names == {"agents", "proxy", *replicas, "cell-1-worker", "cell-2-worker"}
     assert (report.steps, report.skipped, report.version) == (3, 0, 3)
     assert report.metrics["ratio"] == pytest.approx(1.0, abs=0.05)
     check_store(tmp_path, steps=3)
