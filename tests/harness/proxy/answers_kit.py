@@ -82,6 +82,7 @@ _MORE = (
     *("<|tool_call_argument_begin|>", "<|media_begin|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>"),
     *("]~!b[", "]~b]", "[e~[", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     *("<|end_of_text|>", "<|eom_id|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"),
+    *("<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|channel|>", "<|message|>", "<|constrain|>"),
 )
 _MORE_PLAIN = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<minimax:tool_call>", "</minimax:tool_call>")
 

@@ -244,4 +244,4 @@ def test_the_prompt_opens_thinking(prompt: str, thinking: bool) -> None:
 
 
 def test_families_without_a_grammar_have_no_format() -> None:
-    assert format_of("gpt-oss", vocabulary("small")) is None
+    assert format_of("gemma4", vocabulary("small")) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from answers_kit import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from renderers.parsing import parse_gpt_oss
 
 from gyre_sdk.harness.proxy.answers import format_of, make_parser, thinking_after
 from gyre_sdk.harness.proxy.answers.formats import WAYS, Format, Thinking
@@ -319,3 +321,79 @@ def test_work_is_linear(way: str) -> None:
         deltas = streamed(made, ids, range(len(ids)))
         assert vocab.decoded <= 24 * len(ids)
         assert added(deltas) == made.answer
+
+
+# -- channels ----------------------------------------------------------------------------------------------------------
+
+HARMONY = ("return", "call", "start", "end", "channel", "message", "constrain")
+CHANNELS = (
+    "<|start|>",
+    "assistant",
+    "<|channel|>",
+    "analysis",
+    "final",
+    "commentary",
+    "<|message|>",
+    "<|end|>",
+    "<|call|>",
+)
+
+
+@st.composite
+def channels(draw: Any) -> str:
+    """A well-formed answer in channels, without what the prompt holds of it."""
+    clean = plain.filter(lambda text: not any(mark in text for mark in MARKS))
+    said = [f"<|channel|>analysis<|message|>{draw(clean)}<|end|>"] if draw(st.booleans()) else []
+    for value in draw(st.lists(arguments, max_size=2)):
+        style = {"ensure_ascii": True, "indent": draw(st.sampled_from([None, 1]))}
+        head = "<|channel|>commentary to=functions.bash <|constrain|>json<|message|>"
+        said.append(f"{head}{json.dumps(value, **style)}<|call|>")
+    if draw(st.booleans()) or not said:
+        said.append(f"<|channel|>final<|message|>{draw(clean)}")
+    return "<|start|>assistant".join(said)
+
+
+@SOME
+@given(text=channels().filter(lambda text: "<|" not in re.sub(r"<[|][a-z]+[|]>", "", text)), cuts=CUTS)
+def test_channels_say_what_the_renderer_reads_in_the_whole(text: str, cuts: list[int]) -> None:
+    vocab = vocabulary("every")
+    ids, prompt = vocab.encode(text), "<|start|>assistant"
+    made = parser(vocab, "gpt-oss", prompt=prompt)
+    assert added(streamed(made, ids, cuts)) == made.answer
+    marks = {f"{mark}_id": vocab.encode(f"<|{mark}|>")[0] for mark in HARMONY}
+    whole = parse_gpt_oss(vocab, [*vocab.encode(prompt), *ids], **marks)
+    assert made.answer.content == whole.content.strip()
+    assert made.answer.reasoning == (whole.reasoning_content or "").strip()
+    theirs = [call for call in whole.tool_calls if str(call.status) == "ok"]
+    assert [(call.name, same_arguments(call.arguments)) for call in made.answer.tool_calls] == [
+        (call.name, same_arguments(json.dumps(call.arguments))) for call in theirs
+    ]
+
+
+@SOME
+@given(
+    text=st.lists(st.sampled_from([*CHANNELS, *CHANNELS, " to=functions.bash", *LETTERS]), max_size=14).map("".join),
+    cuts=CUTS,
+    choice=st.sampled_from(ToolChoice),
+    parallel=st.booleans(),
+)
+def test_no_cut_changes_channels_however_broken(text: str, cuts: list[int], choice: ToolChoice, parallel: bool) -> None:
+    vocab = vocabulary("every")
+    ids = vocab.encode(text)
+    made = [way_parser(vocab, "harmony", choice=choice, parallel=parallel) for _ in range(3)]
+    for one, places in zip(made, ((), cuts, range(len(ids))), strict=True):
+        assert added(streamed(one, ids, places)) == one.answer == made[0].answer
+    assert len(made[0].answer.tool_calls) <= 1 or parallel
+    assert not made[0].answer.tool_calls or choice is not ToolChoice.NONE
+
+
+def test_channels_arrive_while_they_are_sampled() -> None:
+    vocab = vocabulary("every")
+    made = way_parser(vocab, "harmony")
+    text = "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>commentary to=functions.bash<|message|>"
+    deltas = [delta for token in vocab.encode(text + '{"cmd": "da') for delta in made.feed([token])]
+    assert added(deltas) == Answer("", "so", (ToolCall("call_c0", "bash", '{"cmd": "da'),))
+    free = way_parser(vocab, "harmony")
+    assert added([delta for token in vocab.encode("no channel") for delta in free.feed([token])]) == Answer(
+        "no channel"
+    )

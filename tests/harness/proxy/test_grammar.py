@@ -36,7 +36,7 @@ PARAMETERS = {
     "deepseek_xml": '<｜DSML｜parameter name="{key}" string="{text}">{item}</｜DSML｜parameter>',
 }
 WAY_OF = {form.body: form for form in WAYS.values()}
-FORCED = [body for body in BodyKind if body not in (BodyKind.TYPED, BodyKind.LISTED)]
+FORCED = [body for body in BodyKind if body not in (BodyKind.TYPED, BodyKind.LISTED, BodyKind.CHANNELS)]
 
 
 class Letters:
@@ -192,6 +192,7 @@ def test_what_cannot_be_forced_is_refused() -> None:
         (ModelRequest("chat", "m", (), (), Sampling(), {}, tool_choice=ToolChoice.REQUIRED), form_of(BodyKind.JSON)),
         (asked(tool_choice=ToolChoice.REQUIRED), form_of(BodyKind.TYPED)),
         (asked(tool_choice=ToolChoice.REQUIRED), form_of(BodyKind.LISTED)),
+        (asked(tool_choice=ToolChoice.REQUIRED), form_of(BodyKind.CHANNELS)),
     ):
         with pytest.raises(ProtocolError, match="tool_choice") as refused:
             constraint(request, form, Thinking.FREE, 64)

@@ -30,11 +30,21 @@ class Pieces:
         self._tokenizer = tokenizer
         self.known: dict[int, tuple[str | None, bool]] = {}
         """What was looked up so far."""
+        self._single: dict[str, int | None] = {}
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens included."""
         text: str = self._tokenizer.decode(list(ids))
         return text
+
+    def single(self, text: str) -> int | None:
+        """Return the one token that stands for a text, where there is one and the tokenizer tells it."""
+        if text not in self._single:
+            tell = getattr(self._tokenizer, "convert_tokens_to_ids", None)
+            token = tell(text) if tell is not None else None
+            whole = isinstance(token, int) and self.decode([token]) == text
+            self._single[text] = token if whole else None
+        return self._single[text]
 
     def look_up(self, token: int) -> tuple[str | None, bool]:
         """Return a token's text, None where it depends on the tokens beside it; and whether it is special."""

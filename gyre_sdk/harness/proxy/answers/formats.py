@@ -28,6 +28,8 @@ class BodyKind(StrEnum):
     """JSON objects as with `JSON`, one after another; no tag closes them."""
     LISTED = "listed"
     """A list of such objects, or `NAME[ARGS]{...}`; no tag closes them."""
+    CHANNELS = "channels"
+    """A message of its own, whose header names the tool: the whole answer is written in such messages."""
 
 
 class Thinking(StrEnum):
@@ -108,6 +110,7 @@ WAYS: dict[str, Format] = {
         argument_keys=("parameters", "arguments"),
         turn="<|start_header_id|>assistant<|end_header_id|>",
     ),
+    "harmony": Format(_NONE, think=None, call=("", ""), body=BodyKind.CHANNELS, turn="<|start|>assistant"),
     "mistral": Format(_NONE, think=None, call=("[TOOL_CALLS]", ""), body=BodyKind.LISTED, turn="[/INST]"),
 }
 """Ways to write tool calls, by name, without the tokens that end an answer."""
@@ -136,6 +139,7 @@ _FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "deepseek-v4": ("dsml", _DEEPSEEK),
     **dict.fromkeys(("kimi-k2", "kimi-k2.5"), ("kimi", _KIMI)),
     "minimax-m2": ("minimax", ("[e~[",)),
+    "gpt-oss": ("harmony", ("<|return|>",)),
     "llama-3": ("llama", ("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>")),
 }
 

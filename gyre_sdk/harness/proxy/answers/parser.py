@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 
 from gyre_sdk.harness.proxy.answers.deltas import Deltas
 from gyre_sdk.harness.proxy.answers.detokenize import Detokenizer, Pieces, pieces_of
-from gyre_sdk.harness.proxy.answers.formats import Format, Thinking
+from gyre_sdk.harness.proxy.answers.formats import BodyKind, Format, Thinking
+from gyre_sdk.harness.proxy.answers.harmony import HarmonyScanner
 from gyre_sdk.harness.proxy.answers.readers import reader_of
 from gyre_sdk.harness.proxy.answers.scanner import Scanner
 from gyre_sdk.harness.proxy.answers.stops import StopWatch
@@ -99,7 +101,7 @@ class TextFlow:
 class _StreamParser(AnswerParser):
     """Reads an answer of a known format in time linear in its tokens."""
 
-    def __init__(self, flow: TextFlow, scanner: Scanner, deltas: Deltas) -> None:
+    def __init__(self, flow: TextFlow, scanner: Scanner | HarmonyScanner, deltas: Deltas) -> None:
         self._flow, self._scanner, self._deltas = flow, scanner, deltas
 
     def feed(self, ids: Sequence[int]) -> list[Delta]:
@@ -145,18 +147,43 @@ def make_parser(
     """
     pieces = pieces_of(tokenizer)
     deltas = Deltas()
-    scanner = Scanner(
-        deltas,
-        format.think,
-        None if choice is ToolChoice.NONE else format.call,
-        reader_of(format, tools),
-        wrap=format.wrap,
-        bare=format.bare and bool(tools),
-        thinking=thinking_after(tokenizer, format, prompt_tail) is Thinking.OPEN,
-        name=name,
-        parallel=parallel,
-    )
+    scanner: Scanner | HarmonyScanner
+    if format.body is BodyKind.CHANNELS:
+        scanner = HarmonyScanner(deltas, calls=choice is not ToolChoice.NONE, name=name, parallel=parallel)
+    else:
+        scanner = Scanner(
+            deltas,
+            format.think,
+            None if choice is ToolChoice.NONE else format.call,
+            reader_of(format, tools),
+            wrap=format.wrap,
+            bare=format.bare and bool(tools),
+            thinking=thinking_after(tokenizer, format, prompt_tail) is Thinking.OPEN,
+            name=name,
+            parallel=parallel,
+        )
     return _StreamParser(TextFlow(pieces, format.stop_ids, stops), scanner, deltas)
+
+
+def thinking_tokens(tokenizer: Any, format: Format, ids: Sequence[int]) -> int:
+    """Return how many of an answer's tokens come up to the end of its thinking, the closing tag included.
+
+    Args:
+        tokenizer: as in `make_parser`.
+        format: how the model writes.
+        ids: an answer that holds thinking. Where no tag closes it, a tool call does, or the end.
+    """
+    if format.think is None:
+        return 0
+    pieces, closing = pieces_of(tokenizer), format.think[1]
+    token = pieces.single(closing)
+    if token is not None and token in ids:
+        return list(ids).index(token) + 1
+    text = pieces.decode(ids)
+    places = [place for tag in (format.call[0], *format.wrap) if (place := text.find(tag)) >= 0]
+    place = text.find(closing)
+    end = place + len(closing) if place >= 0 else min(places, default=len(text))
+    return bisect_left(range(len(ids)), end, key=lambda count: len(pieces.decode(ids[:count])))
 
 
 def read_text(format: Format, text: str, tools: Sequence[Mapping[str, Any]]) -> Answer:

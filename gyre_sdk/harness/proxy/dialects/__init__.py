@@ -39,6 +39,8 @@ class Choice:
     """None unless the request asked for log-probs."""
     stop_sequence: str | None = None
     """The stop string that ended sampling, or None."""
+    reasoning_tokens: int = 0
+    """Of `completion_tokens`: those up to the end of the thinking, its closing tag included."""
 
 
 class AnswerStream(ABC):

@@ -43,7 +43,7 @@ class ChatCompletions(Dialect):
                 "created": int(at),
                 "model": request.model,
                 "choices": [_choice(index, choice) for index, choice in enumerate(choices)],
-                "usage": _usage(prompt_tokens, sampled),
+                "usage": _usage(prompt_tokens, sampled, sum(choice.reasoning_tokens for choice in choices)),
                 "system_fingerprint": None,
             }
         )
@@ -66,6 +66,7 @@ class ChatStream(AnswerStream):
         self._usage = request.include_usage
         self._choices = request.n
         self._calls = [-1] * request.n
+        self._reasoning_tokens = 0
 
     def start(self, prompt_tokens: int) -> bytes:
         """See `AnswerStream.start`."""
@@ -85,6 +86,7 @@ class ChatStream(AnswerStream):
 
     def finish(self, index: int, choice: Choice, tokens: Sequence[TokenText] = ()) -> bytes:
         """See `AnswerStream.finish`."""
+        self._reasoning_tokens += choice.reasoning_tokens
         return self._chunk(index, {}, choice.finish, tokens)
 
     def end(self, prompt_tokens: int, completion_tokens: int) -> bytes:
@@ -95,7 +97,7 @@ class ChatStream(AnswerStream):
                 **self._head,
                 "model": self._model,
                 "choices": [],
-                "usage": _usage(prompt_tokens, completion_tokens),
+                "usage": _usage(prompt_tokens, completion_tokens, self._reasoning_tokens),
             }
             usage = encode_data(_encode(chunk))
         return usage + encode_data(b"[DONE]")
@@ -152,11 +154,13 @@ def _token(token: TokenText) -> dict[str, Any]:
     }
 
 
-def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+def _usage(prompt_tokens: int, completion_tokens: int, reasoning_tokens: int) -> dict[str, Any]:
+    details = {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}} if reasoning_tokens else {}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        **details,
     }
 
 

@@ -15,6 +15,7 @@ from gyre_sdk.harness.proxy.dialects.fields import (
     number,
     refuse,
     refuse_given,
+    refuse_kind,
     sampling,
     text,
 )
@@ -120,7 +121,7 @@ def _content(content: Any, where: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         shown = part.get("refusal") if kind == "refusal" else part.get("text") if isinstance(part, dict) else None
         if kind not in _TEXT_PARTS and kind != "refusal":
-            refuse(f"{where}[{at}] has type {kind!r}; this model reads text parts only", f"{where}[{at}]")
+            refuse_kind(f"{where}[{at}]", kind)
         if not isinstance(shown, str):
             refuse(f"{where}[{at}].text must be a string", f"{where}[{at}]")
         texts.append(shown)

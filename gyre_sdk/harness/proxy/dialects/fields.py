@@ -74,6 +74,11 @@ def refuse_given(fields: dict[str, Any], names: Sequence[str]) -> None:
             refuse(f"{name} cannot be honoured by this service: it would change or hide what is sampled", name)
 
 
+def refuse_kind(where: str, kind: object) -> NoReturn:
+    """Refuse a part that is no text."""
+    refuse(f"{where} has type {kind!r}; this model reads text only: leave it out, or say it in a text part", where)
+
+
 def sampling(
     fields: dict[str, Any], *, limit: str, stop: str = "stop", greatest: float = 100.0, top_k_low: int = -1
 ) -> Sampling:

@@ -22,7 +22,15 @@ from typing import Any
 import msgspec
 
 from gyre_sdk.harness.proxy.dialects.canonical import Message, ModelRequest, ToolCall, ToolChoice, in_call_order
-from gyre_sdk.harness.proxy.dialects.fields import decode_object, flag, refuse, refuse_given, sampling, text
+from gyre_sdk.harness.proxy.dialects.fields import (
+    decode_object,
+    flag,
+    refuse,
+    refuse_given,
+    refuse_kind,
+    sampling,
+    text,
+)
 from gyre_sdk.harness.proxy.dialects.messages_input import arguments_of
 
 _REFUSED = ("best_of", "use_beam_search", "prompt_logprobs", "echo", "n")
@@ -42,7 +50,11 @@ def parse_messages(body: bytes) -> ModelRequest:
         refuse("max_tokens: this field is required", "max_tokens")
     request = _request(fields)
     if request.messages[-1].role == "assistant":
-        refuse("messages: the last one is the assistant's; this model cannot continue a message", "messages")
+        refuse(
+            "messages: the last one is the assistant's; this model cannot continue a message. End with a user message"
+            " that says how the answer should begin",
+            "messages",
+        )
     return request
 
 
@@ -193,7 +205,7 @@ def _text(where: str, block: dict[str, Any]) -> str:
     if kind == "tool_reference":
         kind, block = "text", {"text": block.get("tool_name")}
     if kind != "text":
-        refuse(f"{where}: has type {kind!r}; this model reads text only", where)
+        refuse_kind(where, kind)
     given = block.get("text")
     if not isinstance(given, str):
         refuse(f"{where}.text: must be a string", f"{where}.text")

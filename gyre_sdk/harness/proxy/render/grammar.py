@@ -46,6 +46,8 @@ def constraint(request: ModelRequest, form: Format | None, thinking: Thinking, l
     """
     if not constrained(request):
         return None
+    if form is not None and form.body is BodyKind.CHANNELS:
+        form = None  # a grammar would have to hold the channels too
     forced = request.tool_choice in _FORCED
     if forced and form is None:
         _refuse("tool_choice: how this model writes tool calls is not known here, so none can be forced; use auto")

@@ -167,7 +167,9 @@ class LiveCall(ModelCall):
         tokens = self.token_texts(0, len(self.exchange.ids)) if self.request.logprobs else None
         reason = self.exchange.stop_reason
         sequence = reason if isinstance(reason, str) else None
-        return Choice(self.answer or Answer(), self.finish or "stop", len(self.exchange.ids), tokens, sequence)
+        ids, answer = self.exchange.ids, self.answer or Answer()
+        thought = self.speech.thought(ids, answer)
+        return Choice(answer, self.finish or "stop", len(ids), tokens, sequence, thought)
 
     def token_texts(self, start: int, end: int) -> tuple[TokenText, ...]:
         """Return sampled tokens as agents may ask to see them."""

@@ -9,7 +9,15 @@ from dataclasses import replace
 import numpy as np
 
 from gyre_sdk.errors import RenderError
-from gyre_sdk.harness.proxy.answers import AnswerParser, PlainParser, Reparser, TextFlow, make_parser, pieces_of
+from gyre_sdk.harness.proxy.answers import (
+    AnswerParser,
+    PlainParser,
+    Reparser,
+    TextFlow,
+    make_parser,
+    pieces_of,
+    thinking_tokens,
+)
 from gyre_sdk.harness.proxy.dialects import Answer, Delta, ModelRequest, Part, TokenText
 from gyre_sdk.harness.proxy.dialects.canonical import ToolCall
 from gyre_sdk.harness.proxy.dialects.history import Ids
@@ -100,6 +108,13 @@ class Speech:
             replace(token, top=tuple(self._token(*other) for other in top[: self._request.candidates]))
             for token, top in zip(shown, candidates, strict=True)
         )
+
+    def thought(self, ids: Sequence[int], answer: Answer) -> int:
+        """Return how many of an answer's tokens are thinking, as far as it is known how the model writes that."""
+        form = self._template.format
+        if not answer.reasoning or form is None or self._request.prompts:
+            return 0
+        return thinking_tokens(self._template.tokenizer, form, ids)
 
     def _token(self, token: int, logprob: float | None) -> TokenText:
         return TokenText(self._template.text([token]), pieces_of(self._template.tokenizer).raw(token), logprob)

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from gyre_sdk.harness.proxy.dialects.canonical import Message, ToolCall
-from gyre_sdk.harness.proxy.dialects.fields import refuse
+from gyre_sdk.harness.proxy.dialects.fields import refuse, refuse_kind
 from gyre_sdk.harness.proxy.dialects.responses.sealed import unseal
 from gyre_sdk.harness.proxy.dialects.responses.tools import call_name, call_of
 
@@ -138,7 +138,7 @@ def _content(content: Any, where: str) -> str:
     for at, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str) or (kind not in _TEXTS and kind != "refusal"):
-            refuse(f"{where}[{at}] has type {kind!r}; this model reads text only", f"{where}[{at}]")
+            refuse_kind(f"{where}[{at}]", kind)
         text = part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
             refuse(f"{where}[{at}].text must be a string", f"{where}[{at}]")

@@ -22,9 +22,12 @@ from gyre_sdk.harness.proxy.dialects.responses.tools import Tool, shown_name, to
 NAME: Final = "responses"
 WITH_LOGPROBS: Final = "message.output_text.logprobs"
 WITH_SEALED: Final = "reasoning.encrypted_content"
+_INSTEAD = {
+    "conversation": "conversations are not kept here; name the answer to go on from in previous_response_id, or send"
+    " the whole input",
+    "prompt": "stored prompts are not known here; send their text as instructions and input",
+}
 _REFUSED = (
-    "conversation",
-    "prompt",
     "best_of",
     "use_beam_search",
     "prompt_logprobs",
@@ -93,6 +96,9 @@ def _messages(instructions: str, items: Sequence[Any]) -> tuple[Message, ...]:
 
 def _request(fields: dict[str, Any], raw: Sequence[Any], messages: tuple[Message, ...]) -> ModelRequest:
     refuse_given(fields, _REFUSED)
+    for name, instead in _INSTEAD.items():
+        if fields.get(name):
+            refuse(f"{name}: {instead}", name)
     for name in ("include", "tools"):
         if fields.get(name) is not None and not isinstance(fields[name], list):
             refuse(f"{name} must be a list", name)

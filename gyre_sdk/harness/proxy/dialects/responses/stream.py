@@ -53,6 +53,7 @@ class ResponseStream(AnswerStream):
         self._waiting: list[Delta] = []
         """Deltas whose tokens have not come yet, where the request asked for log-probs."""
         self._status = "in_progress"
+        self._reasoning_tokens = 0
 
     def start(self, prompt_tokens: int) -> bytes:
         """See `AnswerStream.start`."""
@@ -75,13 +76,13 @@ class ResponseStream(AnswerStream):
         self._take()
         if self._part is None and not self._items:
             self._open(Part.CONTENT)
-        self._status = item_status(choice)
+        self._status, self._reasoning_tokens = item_status(choice), choice.reasoning_tokens
         self._close(self._status)
         return self._flush()
 
     def end(self, prompt_tokens: int, completion_tokens: int) -> bytes:
         """See `AnswerStream.end`."""
-        usage = usage_of(prompt_tokens, completion_tokens)
+        usage = usage_of(prompt_tokens, completion_tokens, self._reasoning_tokens)
         response = response_object(self._request, self._name, self._at, self._status, self._items, usage)
         self._emit(f"response.{self._status}", response=response)
         return self._flush()
