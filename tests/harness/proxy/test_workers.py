@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import http.client
+import json
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +25,7 @@ from gyre_sdk.harness.proxy.routing import ReplicaSpec
 from gyre_sdk.harness.proxy.server import HistoryPolicy, ProxySettings
 from gyre_sdk.harness.proxy.server.shards import merged, merged_metrics, shard_of
 from gyre_sdk.harness.proxy.server.worker import decode_settings, encode_settings
+from gyre_sdk.harness.proxy.server.workers import Workers
 from gyre_sdk.records import CallStatus
 
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
@@ -197,6 +202,74 @@ def test_another_workers_run_is_not_touched(service: ProxyProcess) -> None:
     assert first["base_url"] != second["base_url"]
     answer = at_its_worker(service, first).chat(second, ASK)
     assert answer.status_code == 421 and answer.json()["error"]["code"] == "wrong_worker"
+
+
+def test_one_connection_carries_the_keys_of_runs_with_different_workers(service: ProxyProcess) -> None:
+    """A pooled client's connection belongs to no run: each request goes to the worker of its own key."""
+    runs = [service.proxy.run() for _ in range(WORKERS)]
+    assert len({access["base_url"] for access in runs}) == WORKERS
+    host, port = "127.0.0.1", service.port
+    with socket.create_connection((host, port), timeout=60) as connection:
+        for _ in range(2):
+            for access in runs:
+                connection.sendall(request_bytes(access["api_key"]))
+                assert status_of(connection) == 200
+    calls = service.proxy.calls()
+    assert len({call.run for call in calls}) == WORKERS and len(calls) >= WORKERS
+
+
+def test_a_head_in_two_pieces_finds_its_worker(service: ProxyProcess) -> None:
+    """The key comes in a later segment than the rest of the head; others are served in between."""
+    runs = [service.proxy.run() for _ in range(WORKERS)]
+    for access in runs:
+        whole = request_bytes(access["api_key"])
+        cut = whole.index(access["api_key"].encode()) + 3
+        with socket.create_connection(("127.0.0.1", service.port), timeout=60) as connection:
+            connection.sendall(whole[:cut])
+            assert service.proxy.http.get("/healthz").status_code == 200
+            connection.sendall(whole[cut:])
+            assert status_of(connection) == 200
+    assert {call.run for call in service.proxy.calls()} == {access["run"] for access in runs}
+
+
+def test_a_head_that_never_ends_is_cut_off(model: Path, tmp_path: Path, engine: ScriptedEngine) -> None:
+    settings = ProxySettings(
+        store=tmp_path / "s.db", model=model, replicas=(ReplicaSpec(engine.url),), service_key="k", head_patience=0.3
+    )
+    workers, ready = Workers(settings, 2), threading.Event()
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(workers.serve(lambda url: ready.set())))
+    thread.start()
+    try:
+        assert ready.wait(120)
+        port = int(workers.url.rsplit(":", 1)[1])
+        for begun in (b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: g\r\nAuthor"):
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+                connection.sendall(begun)
+                assert connection.recv(100) == b"", "closed, and nothing said"
+        assert httpx.get(f"{workers.url}/healthz", timeout=60).status_code == 200
+    finally:
+        loop.call_soon_threadsafe(workers.stop)
+        thread.join(120)
+        loop.close()
+
+
+def request_bytes(key: str) -> bytes:
+    """Return a chat request as it goes over a connection."""
+    body = json.dumps({"model": "policy", **ASK}).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: g\r\nAuthorization: Bearer {key}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def status_of(connection: socket.socket) -> int:
+    """Read one answer with a known length off a connection; return its status."""
+    answer = http.client.HTTPResponse(connection)
+    answer.begin()
+    assert json.loads(answer.read())
+    return answer.status
 
 
 def test_workers_end_with_a_service_that_is_killed(service: ProxyProcess) -> None:
