@@ -28,13 +28,17 @@ def cell_name(number: int) -> str:
     return f"cell-{number}"
 
 
-def linger_of(config: TrainerConfig) -> Linger:
-    """Return how processes of this machine outlive a trainer that is killed."""
-    return Linger(config.output.dir / "run", config.output.linger_s)
+def process_names(config: TrainerConfig) -> set[str]:
+    """Return what the processes of a training on this machine are called."""
+    names = {"agents", "proxy"}
+    if config.cells is None:
+        return names if config.engine.url is not None else names | {"engine"}
+    cells = [cell_name(number) for number in range(config.cells.count)] if config.cells.launcher == "local" else []
+    return names | {f"{cell}-replica" for cell in cells} | {f"{cell}-worker" for cell in cells[1:]}
 
 
 def replica_spec(
-    config: TrainerConfig, publisher: Publisher, transport: str, *, name: str = "engine", port: int = 0
+    config: TrainerConfig, publisher: Publisher, transport: str, linger: Linger, *, name: str = "engine", port: int = 0
 ) -> ChildSpec:
     """Return how a replica is started.
 
@@ -49,7 +53,6 @@ def replica_spec(
     engine = config.engine
     log = config.output.dir / "logs" / f"{name}.log"
     base = PolicyFiles(0, config.policy.model, "")
-    linger = Linger(linger_of(config).folder, 0.0) if transport == "nccl" else linger_of(config)
 
     def files() -> PolicyFiles:
         return base if engine.publish else publisher.current
@@ -70,6 +73,7 @@ def replica_spec(
             on_ready=returned,
             on_death=lost,
             linger=linger,
+            lingers=transport != "nccl",
             about=_state_of(*config.policy.model.iterdir()),
             fit=_tells_its_version,
         )
@@ -95,12 +99,13 @@ def replica_spec(
         on_ready=returned,
         on_death=lost,
         linger=linger,
+        lingers=transport != "nccl",
         about=_state_of(*config.policy.model.iterdir()),
         fit=_tells_its_version,
     )
 
 
-def proxy_spec(config: TrainerConfig, key_file: Path, on_ready: Called) -> ChildSpec:
+def proxy_spec(config: TrainerConfig, key_file: Path, linger: Linger, on_ready: Called) -> ChildSpec:
     """Return how the proxy is started."""
 
     def command(port: int) -> list[str]:
@@ -129,14 +134,14 @@ def proxy_spec(config: TrainerConfig, key_file: Path, on_ready: Called) -> Child
         config.output.dir / "logs" / "proxy.log",
         config.proxy.port,
         on_ready=on_ready,
-        linger=linger_of(config),
+        linger=linger,
         # it holds the store open, so that a new one is another file
         about=f"{_state_of(*config.policy.model.iterdir())} {store and (store.st_dev, store.st_ino)}",
         fit=knows_the_key,
     )
 
 
-def agents_spec(config: TrainerConfig, base: Path, about: str = "") -> ChildSpec:
+def agents_spec(config: TrainerConfig, base: Path, about: str = "", linger: Linger | None = None) -> ChildSpec:
     """Return how the agents' process is started; its key is in the output folder.
 
     Args:
@@ -151,7 +156,7 @@ def agents_spec(config: TrainerConfig, base: Path, about: str = "") -> ChildSpec
         lambda port: [*arguments, "--port", str(port)],
         READY,
         config.output.dir / "logs" / "agents.log",
-        linger=linger_of(config),
+        linger=linger,
         about=f"{about} {_state_of(*modules)}",
     )
 
@@ -162,6 +167,7 @@ def worker_spec(
     core: tuple[str, int],
     key_file: Path,
     cell: str,
+    linger: Linger,
     waiting: Callable[[], set[str]],
 ) -> ChildSpec:
     """Return how a satellite's training worker is started.
@@ -181,7 +187,7 @@ def worker_spec(
         lambda port: arguments,
         "gyre-worker ready on",
         log,
-        linger=linger_of(config),
+        linger=linger,
         about=f"{_state_of(*config.policy.model.iterdir())} {settings}",
         fit=lambda url: cell in waiting(),
     )

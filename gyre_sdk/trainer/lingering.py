@@ -15,7 +15,6 @@ import signal
 import socket
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -34,28 +33,54 @@ _ANSWER = 60.0
 _log = logging.getLogger("gyre.trainer")
 
 
-@dataclass(frozen=True, slots=True)
 class Linger:
-    """How long children live without a trainer, and where they are found."""
+    """How long the children of a training live without a trainer, and where they are found.
 
-    folder: Path
-    """Of their berths."""
-    seconds: float
-    """0: they end with the trainer, however it ends."""
+    Args:
+        folder: of their berths.
+        seconds: 0: they end with the trainer, however it ends.
+    """
 
-    def berth(self, name: str, specification: str) -> Berth | None:
-        """Return a child's place; None where nothing can linger on this system."""
-        return Berth(self, name, specification) if supported() else None
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self.folder = folder
+        self.seconds = seconds
+        self._held: dict[str, tuple[Record, Adopted]] = {}
+        """What was found lingering, until its `Child` takes it."""
 
-    def sweep(self, names: Collection[str]) -> None:
-        """End what lingers under other names than these."""
+    def berth(self, name: str, specification: str, *, lingers: bool = True) -> Berth | None:
+        """Return a child's place; None where nothing can linger on this system.
+
+        Args:
+            lingers: False for one that is to end with the trainer: it only finds what is there.
+        """
+        return Berth(self, name, specification, self.seconds if lingers else 0.0) if supported() else None
+
+    def hold(self, names: Collection[str]) -> None:
+        """Stop the clock of all that lingers: who takes it over may come to that much later. End what has none of the names.
+
+        Raises:
+            TrainerError: one of them does not answer.
+        """
         for path in sorted(self.folder.glob("*.json")) if supported() else ():
-            if path.stem not in names:
-                berth = Berth(self, path.stem, "")
-                if (found := berth.board()) is not None:
-                    _log.info("the %s of an earlier start is not needed any more and is ended", path.stem)
-                    found[1].end()
-                berth.clear()
+            berth = Berth(self, path.stem, "", 0.0)
+            found = berth.board()
+            if found is None:
+                continue
+            if path.stem in names:
+                self._held[path.stem] = found
+                continue
+            _log.info("the %s of an earlier start is not needed any more and is ended", path.stem)
+            found[1].end()
+            berth.clear()
+
+    def taken(self, name: str) -> tuple[Record, Adopted] | None:
+        """Return what is held under a name, to whom it belongs from then on."""
+        return self._held.pop(name, None)
+
+    def let_go(self) -> None:
+        """Leave what nobody has taken: its time begins anew."""
+        while self._held:
+            self._held.popitem()[1][1].leave()
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -72,9 +97,10 @@ class Record(msgspec.Struct, frozen=True):
 class Berth:
     """The place of one child."""
 
-    def __init__(self, linger: Linger, name: str, specification: str) -> None:
-        self.linger = linger
+    def __init__(self, linger: Linger, name: str, specification: str, seconds: float) -> None:
         self.specification = specification
+        self._linger = linger
+        self._seconds = seconds
         self._name = name
         self._path = linger.folder / f"{name}.json"
 
@@ -84,9 +110,9 @@ class Berth:
         The old place is gone then: nobody finds what had it.
         """
         self.clear()
-        if not self.linger.seconds:
+        if not self._seconds:
             return None
-        folder = self.linger.folder
+        folder = self._linger.folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
         listening = socket.socket(socket.AF_UNIX)
@@ -102,7 +128,7 @@ class Berth:
                 "the %s will end with this process: %s is no place to leave it at: %s", self._name, folder, error
             )
             return None
-        return Inheritance(listening, self._record.key, self.linger.seconds, self._path)
+        return Inheritance(listening, self._record.key, self._seconds, self._path)
 
     def ready(self, url: str, port: int) -> None:
         """Note that the child is ready: only such a one is taken over."""
@@ -116,6 +142,10 @@ class Berth:
         Raises:
             TrainerError: it does not answer, so that nobody can take it over or end it.
         """
+        held = self._linger.taken(self._name)
+        if held is not None:
+            self._record = held[0]
+            return held
         try:
             self._record = record = msgspec.json.decode(self._path.read_bytes(), type=Record)
         except (OSError, msgspec.DecodeError):
@@ -183,6 +213,15 @@ class Adopted:
                 _log.warning("process %d did not end in %.0f s and is killed", self.pid, STOP_TIMEOUT)
         self._signal(signal.SIGKILL)
         self._gone(STOP_TIMEOUT)
+        self._close()
+
+    def leave(self) -> None:
+        """Let it wait for another trainer."""
+        if not self._over:
+            self._over = True
+            self._close()
+
+    def _close(self) -> None:
         self._line.close()
         os.close(self._process)
 

@@ -67,7 +67,9 @@ class ChildSpec:
     on_ready: Callable[[str], None] = lambda url: None
     """Called with the URL after every start but the first, before the child counts as ready."""
     linger: Linger | None = None
-    """How it outlives this process when that is killed; None: it does not."""
+    """How it outlives this process when that is killed, and where one that did is found; None: neither."""
+    lingers: bool = True
+    """False: it ends with this process all the same."""
     about: str = ""
     """What it depends on besides its command and environment, such as a digest of the settings in a file."""
     fit: Callable[[str], bool] = lambda url: True
@@ -78,7 +80,9 @@ class ChildSpec:
         environment = {name: os.environ[name] for name in os.environ if name in _INHERITED or name.startswith("GYRE_")}
         environment |= self.environment
         said = [str(self.python or sys.executable), str(Path.cwd()), self.command(self.port), self.about]
-        text = json.dumps([*said, sorted(environment.items()), self.linger.seconds if self.linger else 0.0])
+        text = json.dumps(
+            [*said, sorted(environment.items()), self.linger.seconds if self.linger and self.lingers else 0.0]
+        )
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -179,7 +183,9 @@ class Child:
         deaths: deque[float] = deque(maxlen=RESTARTS)
         try:
             if self.spec.linger is not None and self._start is None:
-                self._berth = self.spec.linger.berth(self.spec.name, self.spec.specification())
+                self._berth = self.spec.linger.berth(
+                    self.spec.name, self.spec.specification(), lingers=self.spec.lingers
+                )
             if not self._take_over():
                 self._launch()
             self._started.set()

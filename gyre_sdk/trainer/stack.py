@@ -38,7 +38,7 @@ from gyre_sdk.trainer.children import (
     agents_spec,
     cell_name,
     kept_key,
-    linger_of,
+    process_names,
     proxy_spec,
     replica_spec,
     worker_spec,
@@ -47,6 +47,7 @@ from gyre_sdk.trainer.config import TrainerConfig, save_config
 from gyre_sdk.trainer.engines import vllm
 from gyre_sdk.trainer.feed import CallFeed
 from gyre_sdk.trainer.ledger import Ledger, Recovery, VersionPublished, recover
+from gyre_sdk.trainer.lingering import Linger
 from gyre_sdk.trainer.processes import Child, ChildSpec
 from gyre_sdk.trainer.publish import PATIENCE, Publisher
 from gyre_sdk.trainer.returning import listen_again, rouse
@@ -88,6 +89,7 @@ class Stack:
         self.cells: list[Launched] = []
         self.on_moved: Callable[[str, str], None] = lambda old, new: self.publisher.returned(new, known=False)
         self.replicas = []
+        self._linger = Linger(config.output.dir / "run", config.output.linger_s)
         self._model: Any = None
 
     def __enter__(self) -> Self:
@@ -163,9 +165,11 @@ class Stack:
         self.tasks = load_tasks(config.tasks, self.base)
         config.output.dir.mkdir(parents=True, exist_ok=True)
         self._lock(config.output.dir / "lock")
+        self._linger.hold(process_names(config))  # all that follows may take longer than they would wait
+        self._cleanup.callback(self._linger.let_go)
         agents_key = kept_key(config.output.dir / KEY_FILE)
         settings = AgentSettings.of(config, self.base)
-        agents = self._child(agents_spec(config, self.base, settings.digest()))
+        agents = self._child(agents_spec(config, self.base, settings.digest(), self._linger))
         self.journal = self._cleanup.enter_context(Journal(config.store.path))
         if config.cells is not None:
             self.observer = recorder = CellRecorder(self.journal, self.observer)
@@ -192,7 +196,7 @@ class Stack:
         key_file = config.output.dir / "service.key"
         key = kept_key(key_file)
         started = self._replicas(transport.name)
-        proxy = self._child(proxy_spec(config, key_file, lambda url: self.publisher.route()))
+        proxy = self._child(proxy_spec(config, key_file, self._linger, lambda url: self.publisher.route()))
         self._meet(agents, agents_key.encode(), settings)
         if config.engine.publish:
             importlib.import_module("gyre_sdk.trainer.trainer")  # loads torch and trl while the processes start
@@ -203,7 +207,6 @@ class Stack:
         self.agents.serve(
             self.service.url, key, lambda owner: cancel_runs_of(owner, self.journal, self.service, self.observer)
         )
-        linger_of(config).sweep(self.pids())
         served = self.service if proxy.adopted else None
         orphans = cancel_orphans(self.journal, alive=self.agents.owner, service=served)
         if orphans:
@@ -267,7 +270,8 @@ class Stack:
             return self.cells
         if self.config.engine.url is not None:
             return []
-        return [self._child(replica_spec(self.config, self.publisher, transport, port=self.config.engine.port))]
+        port = self.config.engine.port
+        return [self._child(replica_spec(self.config, self.publisher, transport, self._linger, port=port))]
 
     def _moved(self, old: str, new: str) -> None:
         """Forget a replica that came back elsewhere, and bring it where it is."""
@@ -306,13 +310,13 @@ class Stack:
                 observer=self.observer,
             )
 
-        self.core = listen_again(core, linger_of(config).folder / "core.port", self._cleanup)
+        self.core = listen_again(core, self._linger.folder / "core.port", self._cleanup)
         address, waiting = self.core.address, self.core.waiting
         return [
             CellSpec(
                 cell,
-                replica_spec(config, self.publisher, transport, name=f"{cell}-replica"),
-                worker_spec(config, saved, address, key_file, cell, waiting) if number else None,
+                replica_spec(config, self.publisher, transport, self._linger, name=f"{cell}-replica"),
+                worker_spec(config, saved, address, key_file, cell, self._linger, waiting) if number else None,
                 cells.resources or None,
             )
             for number, cell in enumerate(map(cell_name, range(cells.count)))

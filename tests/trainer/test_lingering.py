@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -116,8 +117,7 @@ class Stage:
             lambda port: ["toy_server", str(port), *arguments],
             "toy ready on",
             self.folder / "toy.log",
-            linger=Linger(self.folder / "run", seconds),
-            **changes,
+            **{"linger": Linger(self.folder / "run", seconds)} | changes,
         )
         self.successors.append(Child(spec, self.seen.append))
         self.successors[-1].begin()
@@ -294,10 +294,33 @@ def test_a_watcher_that_does_not_answer_is_named(stage: Stage, monkeypatch: pyte
     monkeypatch.setattr("gyre_sdk.trainer.lingering._ANSWER", 60.0)
 
 
-def test_what_is_not_needed_any_more_is_swept(stage: Stage) -> None:
+@pytest.mark.parametrize("wanted", [True, False])
+def test_who_is_held_waits_as_long_as_it_takes(stage: Stage, wanted: bool) -> None:
+    """The successor calls while the trainer still lives, so that it is never too late; then the clock stands."""
+    pid, _ = stage.trainer(seconds=0.1)
+    linger = Linger(stage.folder / "run", 0.1)
+    calling = threading.Thread(target=linger.hold, args=({"toy"},))
+    calling.start()
+    stage.trainers[-1].kill()
+    calling.join()
+    with pytest.raises(subprocess.TimeoutExpired):  # it outlives its time
+        subprocess.run(["tail", f"--pid={pid}", "-f", "/dev/null"], timeout=1.0)
+    if wanted:
+        child = stage.successor(linger=linger)
+        linger.let_go()
+        assert child.pid == pid and child.adopted and alive(pid)
+    else:
+        linger.let_go()
+        stage.gone(pid, stage.helper())
+
+
+def test_what_is_not_needed_any_more_is_ended(stage: Stage) -> None:
     pid = stage.killed()
-    linger = Linger(stage.folder / "run", 60.0)
-    linger.sweep({"toy"})
-    assert alive(pid)
-    linger.sweep({"other"})
+    Linger(stage.folder / "run", 60.0).hold({"other"})
     assert not alive(pid) and stage.left() == []
+
+
+def test_one_that_shall_not_linger_finds_what_did(stage: Stage) -> None:
+    pid = stage.killed()
+    child = stage.successor(lingers=False)
+    assert child.pid != pid and not alive(pid) and stage.left() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,10 +16,12 @@ from test_training import check_store, items, wait_for
 from training_kit import CONFIG, alive, leashed, make_training, start
 
 from gyre_sdk import events
+from gyre_sdk.trainer.cells.switch import Pausing
 from gyre_sdk.trainer.config import load_config
 from gyre_sdk.trainer.ledger import StepCommitted, fold
 from gyre_sdk.trainer.stack import Stack
 from gyre_sdk.trainer.training import train
+from gyre_sdk.trainer.transports import Replica
 
 CELLS = """
 [cells]
@@ -119,10 +122,18 @@ def test_the_core_is_killed_and_takes_up(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.communicate()
+    record = json.loads((tmp_path / "out" / "run" / "cell-1-replica.json").read_text())
+    with Replica(record["url"], 0) as replica:
+        Pausing().park(replica)
     settings = load_config(config)
     with Stack(settings, base=tmp_path) as stack:
         assert set(stack.pids().values()) == started and len(started) == 5
         assert stack.core is not None and stack.core.waiting() == {"cell-1"}
+        rows = stack.service.status()["replicas"]
+        assert {row["url"] for row in rows} == set(stack.replicas) and record["url"] in stack.replicas
+        assert {(row["version"], row["state"]) for row in rows} == {(stack.publisher.current.version, "serving")}
+        with Replica(record["url"], 0) as replica:
+            assert not replica.is_paused()
         report = train(settings, stack=stack)
     assert report.steps == 3
     check_store(tmp_path, steps=3)
