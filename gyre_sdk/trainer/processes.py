@@ -35,6 +35,8 @@ RESTARTS = 5
 WINDOW = 60.0
 _READY_TIMEOUT = 180.0
 _POLL = 0.05
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Asks no proxy of the environment."""
 _FIT_TIMEOUT = 30.0
 """Seconds that a process which is taken over may take to show that it is fit."""
 _INHERITED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "HF_HOME")
@@ -294,7 +296,7 @@ class Child:
         if self.spec.ready.startswith("/"):
             url = f"http://{process.address}:{process.port}"
             try:
-                with urllib.request.urlopen(url + self.spec.ready, timeout=2.0):
+                with _DIRECT.open(url + self.spec.ready, timeout=2.0):
                     return url
             except OSError:
                 self._stopping.wait(10 * _POLL)
