@@ -22,6 +22,7 @@ from gyre_sdk.errors import SettingsError
 from gyre_sdk.trainer.attention.budget import Budget
 from gyre_sdk.trainer.config import TrainConfig
 from gyre_sdk.trainer.loss import LossOptions
+from gyre_sdk.trainer.team import NO_DEEPSPEED
 
 _USED = frozenset(
     {
@@ -104,6 +105,8 @@ class TreeGRPOConfig(GRPOConfig):
             raise ValueError("a step is one streamed batch: leave gradient_accumulation_steps and the batch size at 1")
         if self.max_steps < 1:
             raise ValueError(f"max_steps is {self.max_steps}; give the number of steps, at least 1")
+        if self.deepspeed:
+            raise SettingsError(NO_DEEPSPEED)
         self._refuse_what_would_do_nothing()
         if self.generation_batch_size is None and self.steps_per_generation is None:
             self.steps_per_generation = self.num_generations  # TRL wants whole groups in its batch of generations

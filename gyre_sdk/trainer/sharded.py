@@ -9,7 +9,7 @@ accelerate shards on accelerators only; `prepare_sharding` lets it do the same o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -104,43 +104,45 @@ def shard(model: Any, device: torch.device, size: int) -> None:
     sum_gradients(model)
 
 
-def fill(targets: Mapping[str, Tensor], whole: Mapping[str, Tensor] | None) -> None:
-    """Fill tensors with rank 0's, one at a time: shards with their part, others with all. Every rank has to call this.
+def put_together(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
+    """Put shards together on the CPU, one tensor at a time; every rank has to call this. Empty where not `keep`."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        one = tensor.detach()
+        one = one.full_tensor() if isinstance(one, DTensor) else one
+        if keep:
+            found[name] = one.to("cpu", copy=True)
+    return found
+
+
+def parts(like: Mapping[str, Tensor], whole: Mapping[str, Tensor] | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield this rank's part of rank 0's tensors, one at a time; every rank has to go through all of them.
 
     Args:
-        targets: the same names, shapes and types on every rank.
+        like: tensors of the same names, shapes and types, the same on every rank: where one is a shard, the part is that
+            shard, else it is all.
         whole: by name, wherever they are; None on the other ranks.
     """
-    for name, target in targets.items():
+    for name, target in like.items():
         if whole is None:
             source = torch.empty(target.shape, dtype=target.dtype, device=target.device)
         else:
             source = whole[name].detach().to(target.device, target.dtype).contiguous()
         if isinstance(target, DTensor):
-            part = distribute_tensor(source, target.device_mesh, target.placements).to_local()
-            target.detach().to_local().copy_(part)
+            yield name, distribute_tensor(source, target.device_mesh, target.placements)
         else:
             dist.broadcast(source, src=0)
-            target.detach().copy_(source)
+            yield name, source
 
 
-def whole_gradients(
-    parameters: Mapping[str, Tensor], dtype: Callable[[torch.dtype], torch.dtype], *, keep: bool
-) -> dict[str, Tensor]:
-    """Put shards of gradients together on the CPU, one at a time; every rank has to call this. Empty where not `keep`.
-
-    Args:
-        dtype: the type that a gradient is kept in, of its own.
-    """
-    found: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        if parameter.grad is None:
-            continue
-        grad = parameter.grad.detach()
-        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        if keep:
-            found[name] = whole.to("cpu", dtype(whole.dtype), copy=True)
-    return found
+def fill(targets: Mapping[str, Tensor], whole: Mapping[str, Tensor] | None) -> None:
+    """Fill tensors with this rank's part of rank 0's. Every rank has to call this; arguments as of `parts`."""
+    for name, part in parts(targets, whole):
+        target = targets[name].detach()
+        if isinstance(target, DTensor):
+            target.to_local().copy_(part.to_local())  # type: ignore[attr-defined]
+        else:
+            target.copy_(part)
 
 
 class ShardedExecutor:

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from gyre_sdk.trainer.ranks import Ranks
     from gyre_sdk.trainer.trainer import StepReport
 
+NO_DEEPSPEED = (
+    "DeepSpeed keeps gradients to itself, and neither ranks nor cells can add them up: use FSDP2 (train.fsdp = true, or"
+    " accelerate launch --use_fsdp --fsdp_version 2), or whole copies (torchrun)"
+)
 _NEEDED = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -40,8 +44,10 @@ def place(environ: Mapping[str, str]) -> Place:
     """Read the place that torchrun or `accelerate launch` gave this process.
 
     Raises:
-        SettingsError: they gave half of what is needed.
+        SettingsError: they gave half of what is needed, or DeepSpeed is to train.
     """
+    if environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true", "yes", "on"):
+        raise SettingsError(NO_DEEPSPEED)
     size = _number(environ, "WORLD_SIZE", 1)
     if size == 1:
         return Place()

@@ -9,8 +9,8 @@ Several processes (torchrun, `accelerate launch`) train together: units fall to 
 close, with whole copies of the weights or with FSDP2's shards. DistributedDataParallel has no part in this: it takes the
 mean of gradients, in every backward pass.
 
-Or several cells do (`gyre_sdk.trainer.sharing`): this process, the core, computes units of its own, and satellites push the
-gradients of others.
+Or several cells do (`gyre_sdk.trainer.sharing`): these processes, the core, compute units of their own, and satellites push
+the gradients of others.
 
 With one process this gives, on the same rows, the gradients of TRL's `GRPOTrainer` for `dapo` and `dr_grpo`; with several,
 those of one process.
@@ -19,7 +19,6 @@ those of one process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +47,7 @@ from gyre_sdk.trainer.sharded import (
     sum_gradients,
     whole_weights,
 )
+from gyre_sdk.trainer.team import NO_DEEPSPEED
 from gyre_sdk.trainer.unit_step import accumulate
 from gyre_sdk.trainer.units import Unit
 
@@ -110,7 +110,7 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
         on_step: called after every step, before its checkpoint. On every rank.
         on_saved: called with step and folder when a checkpoint's files are written. On rank 0.
         ranks: the processes that train together; None finds them.
-        core: shares every batch with other cells; not together with several ranks.
+        core: shares every batch with other cells. On rank 0 only.
         callbacks: transformers' own.
 
     Raises:
@@ -167,9 +167,7 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         if self.is_deepspeed_enabled:
-            raise SettingsError(
-                "DeepSpeed keeps gradients to itself; use FSDP2 (accelerate launch --use_fsdp), or neither"
-            )
+            raise SettingsError(NO_DEEPSPEED)
         prepare_sharding(self.accelerator, self.args.fsdp_plugin_args)
         self.is_fsdp_enabled = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
         if self.is_fsdp_enabled and self.args.executor not in ("auto", "flat"):
@@ -200,8 +198,8 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
         totals, found, units = Totals(), LossSums(), list[str]()
         self._mismatch = Mismatch()
         self._in_training = self.ranks.share(self._version() if self.ranks.leads else None)
-        if self._core is not None:
-            self._share(self._core, step, totals, found, units)
+        if self._shared:
+            self._share(step, totals, found, units)
         else:
             for dealt in self.ranks.deal(self._batches(step) if self.ranks.leads else ()):
                 units += dealt.names
@@ -262,12 +260,20 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
 
     # -- inside a step -----------------------------------------------------------------------------------------------
 
-    def _share(self, core: Core, step: int, totals: Totals, found: LossSums, units: list[str]) -> None:
-        """Compute what the core leaves to this process, and put what satellites computed to it."""
-        with closing(core.deal(step, self._in_training, self.model, self._batches(step))) as own:
-            for unit in own:
-                found.add(self._accumulate(unit, totals))
-        others = core.collect(self.model)
+    def _share(self, step: int, totals: Totals, found: LossSums, units: list[str]) -> None:
+        """Compute what the core leaves to this rank, and put what satellites computed to it."""
+        from gyre_sdk.trainer.sharing.core_ranks import share_batch
+
+        others = share_batch(
+            self._core,
+            self.ranks,
+            self.model,
+            self._batches(step) if self.ranks.leads else (),
+            lambda unit: found.add(self._accumulate(unit, totals)),
+            step=step,
+            version=self._in_training,
+            base=self._base,
+        )
         more = others.totals
         totals.add(runs=more.runs, rows=more.rows, targets=more.targets, calls=more.calls)
         found.add(others.found)
@@ -275,14 +281,13 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
         units += others.names
 
     def _check_sharing(self) -> None:
-        if self._core is None:
-            return
-        if self.ranks.size > 1 or self.is_fsdp_enabled:
-            raise SettingsError(
-                f"a cell is one process, and {self.ranks.size} train here{' with FSDP' if self.is_fsdp_enabled else ''}:"
-                " start gyre-train without torchrun and with train.fsdp = false, or train without cells"
-            )
-        if self.args.sync_ref_model:
+        self._base = ""
+        self._shared = self.ranks.share(self._core is not None)
+        if self._core is not None and self.is_fsdp_enabled:
+            from gyre_sdk.trainer.sharing.tensors import fingerprint, frozen
+
+            self._base = fingerprint(frozen(self.model))  # now that it is whole
+        if self._shared and self.args.sync_ref_model:
             raise SettingsError(
                 "sync_ref_model moves this process's reference only, and satellites have one each: set it to false, or"
                 " train without cells"

@@ -19,7 +19,7 @@ from gyre_sdk.trainer.ledger import STREAM, fold, read
 from gyre_sdk.trainer.loss import Totals
 from gyre_sdk.trainer.main import main
 from gyre_sdk.trainer.team import Burst, Place, place
-from gyre_sdk.trainer.trainer import StepReport
+from gyre_sdk.trainer.trainer import StepReport, TreeGRPOConfig
 
 
 def launch(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -65,6 +65,16 @@ def test_the_place_among_ranks() -> None:
         place({"WORLD_SIZE": "2"})
     with pytest.raises(SettingsError, match="WORLD_SIZE = 'two' is not a number"):
         place({"WORLD_SIZE": "two"})
+
+
+def test_deepspeed_is_refused(tmp_path: Path) -> None:
+    """As `accelerate launch --use_deepspeed` asks for it, and as transformers' arguments do."""
+    with pytest.raises(SettingsError, match="DeepSpeed keeps gradients to itself"):
+        place({"ACCELERATE_USE_DEEPSPEED": "true"})
+    with pytest.raises(SettingsError, match="DeepSpeed keeps gradients to itself"):
+        TreeGRPOConfig(
+            output_dir=str(tmp_path), max_steps=1, use_cpu=True, deepspeed={"zero_optimization": {"stage": 2}}
+        )
 
 
 def test_an_evaluation_takes_one_process(

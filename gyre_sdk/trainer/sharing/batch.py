@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from threading import BoundedSemaphore, Condition, Lock, Thread
@@ -48,6 +48,18 @@ class Open:
     digest: str
     model: Any
     """With the weights of the batch, which nobody changes while it is open."""
+    weights: Mapping[str, Tensor]
+    """What satellites pull: those of the model, or a copy of them where it is in shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """What a model in shards is to satellites, put together on the core's leading rank."""
+
+    weights: Mapping[str, Tensor]
+    """Those that are trained, and the buffers."""
+    base: str
+    """Fingerprint of the others."""
 
 
 @dataclass(slots=True)
@@ -86,7 +98,8 @@ class Batch:
         self.gate = True
         """Whether the core computes."""
         self.computing = False
-        """True while it has a unit in hand."""
+        """True from its first unit until it has rested, or the batch ends: it takes memory that its cell's replica may need."""
+        self._resting = False
         self.closing = False
         """True when nobody is to wait any more."""
         self.staging = BoundedSemaphore(_STAGED)
@@ -105,23 +118,34 @@ class Batch:
 
     # -- the trainer's thread ------------------------------------------------------------------------------------------
 
-    def begin(self, step: int, version: int | None, model: Any, units: Iterable[Unit]) -> None:
-        """Open a batch, and enter units as they come."""
-        digest = fingerprint(weights(model))
-        if self._base is None or self._base[0] != id(model):
-            self._base = (id(model), fingerprint(frozen(model)))
-        work = _Work(Open(step, version, digest, model))
+    def begin(
+        self, step: int, version: int | None, model: Any, units: Iterable[Unit], whole: Whole | None = None
+    ) -> None:
+        """Open a batch, and enter units as they come.
+
+        Args:
+            whole: what satellites get in place of the model's own weights.
+        """
+        if whole is None:
+            if self._base is None or self._base[0] != id(model):
+                self._base = (id(model), fingerprint(frozen(model)))
+            whole = Whole(weights(model), self._base[1])
+        self._base = (id(model), whole.base)
+        digest = fingerprint(whole.weights)
+        work = _Work(Open(step, version, digest, model, whole.weights))
         with self.changed:
             self._work, self._last = work, None
             self.book.open(step, version, digest)
             self.changed.notify_all()
         Thread(target=self._feed, args=(work, units), name=f"units of step {step}", daemon=True).start()
 
-    def take_own(self, check: Callable[[], None] = lambda: None) -> tuple[Lease, Unit] | None:
-        """Wait for a unit that the core computes; None when every unit is committed.
+    def take_own(self, check: Callable[[], None] = lambda: None, count: int = 1) -> Sequence[tuple[Lease, Unit]] | None:
+        """Wait for units that the core computes; none when the gate was closed, and it is to free what units took; None when
+        every unit is committed.
 
         Args:
             check: asked again and again, without the lock; raises to end the wait.
+            count: units at most.
 
         Raises:
             BaseException: what the source of units or `check` raised.
@@ -131,33 +155,39 @@ class Batch:
             with self.changed:
                 work = self._work
                 assert work is not None
+                if self._resting:
+                    self.computing = self._resting = False
+                    self.changed.notify_all()
                 if work.failure is not None:
                     raise work.failure
+                if self.computing and not self.gate:
+                    self._resting = True
+                    return ()
                 if self.book.finished:
                     return None
                 if self.gate:
-                    found = self.book.lease(OWN, work.open.step, work.open.digest, self._clock(), lasts=inf).leases
-                    if found:
-                        unit = work.units[found[0].place]
-                        assert unit is not None
+                    open_, now = work.open, self._clock()
+                    leases = self.book.lease(OWN, open_.step, open_.digest, now, count, least=count, lasts=inf).leases
+                    if leases:
                         self.computing = True
-                        return found[0], unit
+                        units = [work.units[lease.place] for lease in leases]
+                        return [(lease, unit) for lease, unit in zip(leases, units, strict=True) if unit is not None]
                 self.changed.wait(_LOOK_S)
 
-    def commit_own(self, lease: Lease, seconds: float) -> None:
-        """Count a unit as computed by the core, whose gradient is where it belongs already."""
+    def commit_own(self, leases: Sequence[Lease], seconds: float) -> None:
+        """Count units as computed by the core, whose gradient is where it belongs already."""
+        tokens = sum(lease.tokens for lease in leases)
         with self.changed:
-            name, step = f"{OWN}-{lease.token}", self.book.step
+            name, step = f"{OWN}-{leases[0].token}", self.book.step
             assert step is not None
-            self.book.offer(name, OWN, step, [lease], self._clock())
+            self.book.offer(name, OWN, step, leases, self._clock())
             ruling = self.book.commit(name, self._clock())
             assert ruling.verdict is Verdict.COMMITTED, ruling
-            self._forget([lease])
-            self._measure(OWN, lease.tokens, seconds)
-            self.computing = False
+            self._forget(leases)
+            self._measure(OWN, tokens, seconds)
             self.changed.notify_all()
         own = self._own
-        own.units, own.tokens, own.seconds = own.units + 1, own.tokens + lease.tokens, own.seconds + seconds
+        own.units, own.tokens, own.seconds = own.units + len(leases), own.tokens + tokens, own.seconds + seconds
         if own.seconds >= _REPORT_S:
             self.report_own(step)
 
@@ -171,20 +201,19 @@ class Batch:
         """Close the batch: whoever still works on it is refused."""
         with self.changed:
             self._last, self._work = self._work, None
-            self.computing = False
+            self.computing = self._resting = False
             self.book.end()
             self.changed.notify_all()
 
-    def collect(self, model: Any) -> tuple[Counted, list[str]]:
-        """Add what satellites committed to the batch that has ended; return what they counted, and the ids of all units."""
+    def collect(self) -> tuple[Counted, Sums, list[str]]:
+        """Return what satellites counted and added up in the batch that has ended, and the ids of all units."""
         with self._summing:
             work, self._last = self._last, None
             if work is None:
-                return Counted(), []
+                return Counted(), Sums(), []
             if work.failure is not None:
                 raise work.failure
-            work.sums.add_to(model)
-            return work.counted, work.names
+            return work.counted, work.sums, work.names
 
     def _feed(self, work: _Work, units: Iterable[Unit]) -> None:
         """Enter units as they are sealed."""

@@ -12,9 +12,9 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from threading import Thread
@@ -27,8 +27,9 @@ from gyre_sdk.errors import TrainerError
 from gyre_sdk.harness.ports import Observer
 from gyre_sdk.trainer.loss import LossSums, Totals
 from gyre_sdk.trainer.mismatch import Mismatch
-from gyre_sdk.trainer.sharing.batch import Batch
+from gyre_sdk.trainer.sharing.batch import Batch, Whole
 from gyre_sdk.trainer.sharing.seat import Passed, Seat
+from gyre_sdk.trainer.sharing.tensors import Sums
 from gyre_sdk.trainer.sharing.wire import Hello, Leave, Welcome, answer
 from gyre_sdk.trainer.units import Unit
 
@@ -44,11 +45,13 @@ _log = logging.getLogger("gyre.trainer")
 class Collected:
     """What satellites added to a batch."""
 
-    totals: Totals
-    found: LossSums
-    mismatch: Mismatch
-    names: list[str]
+    totals: Totals = field(default_factory=Totals)
+    found: LossSums = field(default_factory=LossSums)
+    mismatch: Mismatch = field(default_factory=Mismatch)
+    names: list[str] = field(default_factory=list)
     """Ids of all units of the batch in the order in which they were sealed, whoever computed them."""
+    sums: Sums = field(default_factory=Sums)
+    """Of their gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,34 +154,46 @@ class Core:
 
     # -- the trainer's thread ------------------------------------------------------------------------------------------
 
-    def deal(self, step: int, version: int | None, model: Any, units: Iterable[Unit]) -> Generator[Unit, None, None]:
-        """Open a batch; yield the units that the core computes itself; return when every unit is committed.
+    def deal(
+        self,
+        step: int,
+        version: int | None,
+        model: Any,
+        units: Iterable[Unit],
+        *,
+        size: int = 1,
+        whole: Whole | None = None,
+    ) -> Generator[Sequence[Unit], None, None]:
+        """Open a batch; yield rounds of units that the core computes itself; return when every unit is committed.
 
-        A yielded unit counts as computed when the next one is asked for. The weights must not change before the end.
+        A round counts as computed when the next one is asked for. One without units asks the core to free what computing
+        took: its gate was closed. The weights must not change before the end.
 
         Args:
             version: number of the weights in training, if they have one.
             units: taken in a thread of its own, as they are sealed.
+            size: units of a round at most: ranks of the core.
+            whole: what satellites get, where the model is in shards.
 
         Raises:
             BaseException: what `units` or `check` raised.
         """
         batch = self._batch
-        batch.begin(step, version, model, units)
+        batch.begin(step, version, model, units, whole)
         try:
-            while (found := batch.take_own(self.check)) is not None:
-                lease, unit = found
+            while (found := batch.take_own(self.check, size)) is not None:
                 began = self._clock()
-                yield unit
-                batch.commit_own(lease, self._clock() - began)
+                yield [unit for _, unit in found]
+                if found:
+                    batch.commit_own([lease for lease, _ in found], self._clock() - began)
         finally:
             batch.end()
             batch.report_own(step)
 
-    def collect(self, model: Any) -> Collected:
-        """Add the satellites' sums of the batch that has ended into the parameters' `.grad`; return what they counted."""
-        counted, names = self._batch.collect(model)
-        return Collected(counted.totals, counted.found, counted.mismatch, names)
+    def collect(self) -> Collected:
+        """Return what satellites computed of the batch that has ended."""
+        counted, sums, names = self._batch.collect()
+        return Collected(counted.totals, counted.found, counted.mismatch, names, sums)
 
     # -- the manager's thread ------------------------------------------------------------------------------------------
 
@@ -189,7 +204,7 @@ class Core:
             self._batch.changed.notify_all()
 
     def close_gate(self) -> None:
-        """Let the core take no further unit; return when it has none in hand, and a GPU has the memory that those took."""
+        """Let the core take no further unit; return when it has none in hand, and GPUs have the memory that those took."""
         with self._batch.changed:
             self._batch.gate = False
             self._batch.changed.wait_for(lambda: not self._batch.computing)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from gyre_sdk.trainer.ranks import Ranks
-from gyre_sdk.trainer.sharded import fill, is_sharded, whole_gradients
-from gyre_sdk.trainer.sharing.tensors import fingerprint, frozen, gradients, summed, trainable, weights
+from gyre_sdk.trainer.sharded import fill, is_sharded, put_together
+from gyre_sdk.trainer.sharing.tensors import fingerprint, frozen, gradients, trainable, weights
 from gyre_sdk.trainer.sharing.wire import Counted
 from gyre_sdk.trainer.units import Unit
 
@@ -171,7 +171,8 @@ class Part:
         for one in self.ranks.all(self.counted):
             counted.add(one)
         if is_sharded(self.model):
-            return counted, whole_gradients(trainable(self.model), summed, keep=self.ranks.leads)
+            own = {name: one.grad for name, one in trainable(self.model).items() if one.grad is not None}
+            return counted, put_together(own, keep=self.ranks.leads)
         self.ranks.add_gradients(self.model.parameters())
         return counted, gradients(self.model)
 

@@ -18,7 +18,7 @@ from gyre_sdk.errors import SettingsError
 from gyre_sdk.trainer.sharing.batch import Batch, Open
 from gyre_sdk.trainer.sharing.book import Refusal, Verdict
 from gyre_sdk.trainer.sharing.link import Link, LinkLost, choose, invite
-from gyre_sdk.trainer.sharing.tensors import fingerprint, summed, trainable, weights
+from gyre_sdk.trainer.sharing.tensors import fingerprint, summed, trainable
 from gyre_sdk.trainer.sharing.wire import (
     Beat,
     GiveBack,
@@ -166,7 +166,7 @@ class Seat:
         if build is not None:
             self._link = build()
         assert self._link is not None
-        self._link.send(weights(found.model))
+        self._link.send(found.weights)
         self._open = found
         with self._batch.changed:
             self._passed.pulls += 1

@@ -109,13 +109,19 @@ class Sums:
             else:
                 self._found[name] = gradient
 
+    def found(self) -> Mapping[str, Tensor]:
+        """Return what was found, by name."""
+        return self._found
+
     def add_to(self, model: Any) -> None:
         """Add what was found into the parameters' `.grad`; one that nobody has a gradient of is left as it is."""
         for name, parameter in trainable(model).items():
-            found = self._found.get(name)
-            if found is None:
-                continue
-            found = found.to(parameter.device)
-            if parameter.grad is not None:
-                found = found + parameter.grad.to(found.dtype)
-            parameter.grad = found.to(parameter.dtype)
+            if name in self._found:
+                add_gradient(parameter, self._found[name].to(parameter.device))
+
+
+def add_gradient(parameter: Tensor, found: Tensor) -> None:
+    """Add into a parameter's `.grad`. `found`, a shard where the parameter is one, may be of a wider type."""
+    if parameter.grad is not None:
+        found = found + parameter.grad.to(found.dtype)
+    parameter.grad = found.to(parameter.dtype)

@@ -54,7 +54,8 @@ def pool() -> Iterator[Pool]:
 class Trainer:
     """What the trainer's thread does with a core: one batch."""
 
-    def __init__(self, core: Core, units: Iterator[Unit], step: int = 1) -> None:
+    def __init__(self, core: Core, units: Iterator[Unit], step: int = 1, size: int = 1) -> None:
+        self.size = size
         self.policy = TinyPolicy()
         self.counted = Counted()
         self.collected: Collected | None = None
@@ -65,9 +66,11 @@ class Trainer:
 
     def _train(self, core: Core, units: Iterator[Unit], step: int) -> None:
         try:
-            for one in core.deal(step, 0, self.policy.model, units):
-                self.policy.compute(one, 0, self.counted)
-            self.collected = core.collect(self.policy.model)
+            for round_ in core.deal(step, 0, self.policy.model, units, size=self.size):
+                for one in round_:
+                    self.policy.compute(one, 0, self.counted)
+            self.collected = core.collect()
+            self.collected.sums.add_to(self.policy.model)
         except BaseException as error:
             self.error = error
 
@@ -282,7 +285,7 @@ def test_satellites_join_late_and_leave_early(pool: Pool) -> None:
             cells = [f"cell{number}" for number in range(draw.randint(1, 3))]
             hands = [stage.hand(cell, chunk=draw.randint(1, 4), admit=False) for cell in cells]
             until(lambda stage=stage, cells=cells: stage.core.waiting() == set(cells), "all dial in")  # type: ignore[misc]
-            trainer = Trainer(stage.core, sealed(units, draw.randint(1, 4), stage.has_begun))
+            trainer = Trainer(stage.core, sealed(units, draw.randint(1, 4), stage.has_begun), size=draw.randint(1, 3))
             for _ in range(draw.randint(0, 6)):
                 cell = draw.choice(cells)
                 match draw.choice(["admit", "dismiss", "join", "open", "close"]):
@@ -410,7 +413,7 @@ def test_a_sum_that_broke_ends_the_step() -> None:
         assert batch.offer(name, "one", 1, taken[0]).verdict is Verdict.SEND
         with nullcontext() if name == "fits" else pytest.raises(RuntimeError, match="size"):
             batch.commit(name, "one", "one", taken[0], Counted(), {"first.bias": torch.zeros(size)}, 0.1)
-    for end in (batch.take_own, lambda: (batch.end(), batch.collect(model))):
+    for end in (batch.take_own, lambda: (batch.end(), batch.collect())):
         with pytest.raises(RuntimeError, match="size"):
             end()
 

@@ -1,12 +1,13 @@
-"""A satellite of several ranks, with copies of the weights or shards of them, is part of the step of one process."""
+"""Cells of several ranks, with copies of the weights or shards of them, take the steps of one process."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from ranks_kit import together
 from sharing_kit import KEY, SECONDS, until
 from tiny_policy import gradient, pure64, relative
 from torch.distributed import TCPStore
@@ -22,11 +24,14 @@ from worker_kit import LORA, START_S, Cells, make_settings, policy_of, start_wor
 
 from gyre_sdk import events
 from gyre_sdk.errors import SettingsError
+from gyre_sdk.trainer.arguments import arguments
 from gyre_sdk.trainer.config import TrainerConfig, read_config
 from gyre_sdk.trainer.policy import load_policy
+from gyre_sdk.trainer.ranks import Ranks
 from gyre_sdk.trainer.sharing.batch import OWN
 from gyre_sdk.trainer.sharing.companions import Meeting, devices_of
 from gyre_sdk.trainer.sharing.core import Core
+from gyre_sdk.trainer.team import join, place
 from gyre_sdk.trainer.trainer import StepReport, TreeGRPOTrainer, make_trainer
 from gyre_sdk.trainer.units import Unit
 
@@ -40,7 +45,6 @@ def be_rank(meeting: Meeting, settings: Path, address: tuple[str, int], cell: st
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     from gyre_sdk.trainer import policy
-    from gyre_sdk.trainer.ranks import Ranks
     from gyre_sdk.trainer.sharing import cell_policy
     from gyre_sdk.trainer.sharing.companions import meet
     from gyre_sdk.trainer.sharing.satellite import Satellite
@@ -58,7 +62,7 @@ def be_rank(meeting: Meeting, settings: Path, address: tuple[str, int], cell: st
 
 
 @contextmanager
-def ranks_of(folder: Path, core: Core, cells: list[str]) -> Iterator[None]:
+def ranks_of(folder: Path, address: tuple[str, int], cells: list[str]) -> Iterator[None]:
     """The workers of some cells, each of `SIZE` ranks."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
@@ -68,7 +72,7 @@ def ranks_of(folder: Path, core: Core, cells: list[str]) -> Iterator[None]:
     processes = [
         context.Process(
             target=be_rank,
-            args=(Meeting(rank, SIZE, store.port), folder / "settings.json", core.address, cell),
+            args=(Meeting(rank, SIZE, store.port), folder / "settings.json", address, cell),
             daemon=True,
         )
         for cell, store in zip(cells, stores, strict=True)
@@ -130,7 +134,7 @@ def test_a_satellite_of_several_ranks_adds_up_to_the_step_of_one_process(tmp_pat
     """Two batches: it computes units alone, leaves with more at hand, comes back, and shares the rest with the core."""
     config = make_settings(tmp_path, text.replace("save_every = 1", SHARDS) if how == "shards" else text, CELLS)
     seen: list[events.Event] = []
-    with Core(key=KEY, observer=seen.append) as core, pure64(), ranks_of(tmp_path, core, ["cell-1"]):
+    with Core(key=KEY, observer=seen.append) as core, pure64(), ranks_of(tmp_path, core.address, ["cell-1"]):
         cells = Cells(config, core, ["cell-1"], seen)
         stage = Core64.of(config, core, tmp_path)
         units = stage.units
@@ -153,6 +157,81 @@ def test_a_satellite_of_several_ranks_adds_up_to_the_step_of_one_process(tmp_pat
             stage.check(batch)
             assert cells.committed("cell-1") >= 10
             assert cells.committed("cell-1") + cells.committed(OWN) == len(units)
+
+
+def two_steps(config: TrainerConfig, port: int | None, folder: Path) -> list[Any]:
+    """Take two steps, alone or as a rank of a core; return the gradient and the report of each."""
+    seen: list[events.Event] = []
+    found: list[Any] = []
+    train = config.train if port is not None else msgspec.structs.replace(config.train, fsdp=False)
+    with pure64(), ExitStack() as cleanup:
+        model = policy_of(config)
+        units = units_of(model, 14)
+        ranks = Ranks() if port is None else join(place(os.environ))
+        core = None
+        if port is not None and ranks.leads:
+            core = cleanup.enter_context(Core(key=KEY, port=port, observer=seen.append))
+
+        def batch(step: int) -> Iterator[Unit]:
+            if core is None:
+                yield from units
+                return
+            own: Core = core
+            cells = Cells(config, own, ["cell-1"], seen)
+            before = cells.committed("cell-1"), cells.committed(OWN)
+            own.close_gate()
+            own.admit("cell-1")
+            yield from units[:5]
+            until(lambda: cells.committed("cell-1") == before[0] + 5, "the satellite computes its part", START_S)
+            assert own.dismiss("cell-1", SECONDS)
+            own.open_gate()
+            yield from units[5:10]
+            until(lambda: not own.progress().ready_units, "the core takes the rest")
+            own.close_gate()  # it ends what it has
+            assert own.progress().done_tokens == sum(unit.tokens for unit in units[:10])
+            own.admit("cell-1")
+            yield from units[10:]
+
+        def look(model: Any, grad_norm: Any = None) -> Any:
+            grads = [one.grad for one in model.parameters() if one.grad is not None]
+            whole = [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in grads]
+            found.append(torch.cat([one.detach().reshape(-1) for one in whole]))
+            return norm(model, grad_norm)
+
+        trainer = TreeGRPOTrainer(
+            model,
+            arguments(train, folder, optim="sgd", max_steps=2, save_strategy="no", max_grad_norm=0.0),
+            batch,
+            reference_model=load_policy(config.policy).double() if config.policy.lora is None else None,
+            on_step=lambda report: found.append((report.totals, report.units, report.metrics)),
+            ranks=ranks,
+            core=core,
+        )
+        norm = trainer._get_grad_norm
+        trainer._get_grad_norm = look  # type: ignore[method-assign]
+        trainer.train()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "how"), [(CONFIG, "copies"), (CONFIG, "shards"), (LORA, "shards")], ids=["copies", "shards", "adapters"]
+)
+def test_a_core_of_several_ranks_takes_the_steps_of_one_process(tmp_path: Path, text: str, how: str) -> None:
+    """With a satellite of as many; the core's cell goes to serving and comes back in the middle of a batch."""
+    config = make_settings(tmp_path, text.replace("save_every = 1", SHARDS) if how == "shards" else text, CELLS)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with ranks_of(tmp_path, ("127.0.0.1", port), ["cell-1"]):
+        ranks = together(SIZE, two_steps, config, port, tmp_path, seconds=START_S)
+    wanted = two_steps(config, None, tmp_path)
+    for found in ranks:
+        for step_ in range(2):
+            gradient_, report = found[2 * step_ : 2 * step_ + 2]
+            assert relative(gradient_, wanted[2 * step_]) < 1e-12
+            totals, names, metrics = wanted[2 * step_ + 1]
+            assert report[:2] == (totals, names)
+            assert report[2] == pytest.approx(metrics, rel=1e-9, abs=1e-12)
 
 
 def test_the_death_of_one_rank_is_that_of_its_worker(tmp_path: Path) -> None:
