@@ -121,7 +121,9 @@ def proxy_spec(config: TrainerConfig, key_file: Path, linger: Linger, on_ready: 
     def knows_the_key(url: str) -> bool:
         key = key_file.read_text().strip()
         try:
-            answer = httpx.get(f"{url}/gyre/v1/status", headers={"authorization": f"Bearer {key}"}, timeout=10.0)
+            answer = httpx.get(
+                f"{url}/gyre/v1/status", headers={"authorization": f"Bearer {key}"}, timeout=10.0, trust_env=False
+            )
         except httpx.HTTPError:
             return False
         return answer.status_code == 200
