@@ -2,9 +2,9 @@
 
     python benchmarks/elastic.py [--repeats 5] [--cells 3] [--processors 0.25] [--steps 8]
 
-Real runs of the demo's agent with commands that take time, real proxy, embedded engines, training workers. Every cell
+Real runs of an agent whose commands take time, with a long tail; real proxy, embedded engines, training workers. Every cell
 is held to its share of the processors by a control group, so that a cell that waits is really idle. The arrangements are
-interleaved, each in a process of its own, on the same warm policy, tasks and command times. Wall time is that of the
+interleaved, each in a process of its own, on the same policy, tasks and command times. Wall time is that of the
 training, from its first run to its last checkpoint.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -22,19 +23,37 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-QUICKSTART = ROOT / "examples" / "quickstart"
-sys.path[:0] = [str(HERE), str(HERE / "cells"), str(QUICKSTART)]
+sys.path[:0] = [str(HERE), str(HERE / "cells"), str(HERE.parent / "tests" / "trainer")]
 
 from gyre_sdk.trainer.main import quiet_libraries  # noqa: E402
 
-SETTINGS = [
-    "agent.function=slow_agent:solve",
-    "rollout.workspace=local",
-    "rollout.timeout_s=180.0",
-    "cells.drain_s=0.5",
-    "train.keep_checkpoints=1",
-]
+CONFIG = """
+[policy]
+model = "policy"
+[tasks]
+loader = "talker:load"
+[agent]
+function = "talker:solve"
+[store]
+path = "store.db"
+[output]
+dir = "training"
+[proxy]
+renderer = "qwen3"
+[rollout]
+workspace = "local"
+timeout_s = 600.0
+[train]
+learning_rate = 2e-3
+threads = 1
+micro_batch_tokens = 2048
+keep_checkpoints = 1
+[engine]
+threads = 1
+max_batch = 64
+[cells]
+drain_s = 0.2
+"""
 
 
 def main() -> None:
@@ -43,11 +62,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cells", type=int, default=3)
     parser.add_argument("--processors", type=float, default=0.25, help="share of each cell")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--groups", type=int, default=6, help="groups of a step")
     parser.add_argument("--runs", type=int, default=8, help="runs of a group")
+    parser.add_argument("--staleness", type=int, default=1, help="steps, of all but colocate, which has none")
+    parser.add_argument("--hidden", type=int, default=128, help="width of the policy")
+    parser.add_argument("--layers", type=int, default=3, help="of the policy")
+    parser.add_argument("--turns", type=int, default=4, help="of an agent")
+    parser.add_argument("--tokens", type=int, default=64, help="that a turn samples, at most")
+    parser.add_argument("--output", type=int, default=240, help="characters that a command prints; about a token each")
+    parser.add_argument("--wait", type=float, default=0.5, help="median seconds of a command, lognormal over tasks")
+    parser.add_argument("--sigma", type=float, default=1.2, help="of the logarithm of a task's seconds")
+    parser.add_argument("--longest", type=float, default=8.0, help="bound of a task's scale, seconds")
     parser.add_argument("--only", nargs="+", help="arrangements, for example elastic async-1 colocate")
-    parser.add_argument("--policy", type=Path, default=ROOT / ".gyre/quickstart/seed-0/policy", help="a warm policy")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the config")
     parser.add_argument("--json", type=Path, help="file for all that was measured")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -57,8 +84,6 @@ def main() -> None:
     if options.one:
         print(json.dumps(one(options)))
         return
-    if not (options.policy / "config.json").is_file():
-        parser.error(f"{options.policy} holds no policy: run `make demo` first, or give --policy")
     arrangements = options.only or ["elastic", "colocate", *(f"async-{k}" for k in range(1, options.cells))]
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in arrangements}
     for repeat in range(options.repeats):
@@ -97,6 +122,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
 def one(options: argparse.Namespace) -> dict[str, Any]:
     """Train once, under quotas; return what was seen."""
     from quota import Quotas
+    from training_kit import make_model
 
     from gyre_sdk.events import SwitchMeasured, UnitsCommitted
     from gyre_sdk.trainer.config import load_config
@@ -106,22 +132,32 @@ def one(options: argparse.Namespace) -> dict[str, Any]:
     quiet_libraries()
     folder, (kind, _, standing) = options.dir.resolve(), options.one.partition("-")
     concurrency = options.groups * options.runs * 2
+    make_model(
+        folder / "policy",
+        hidden_size=options.hidden,
+        intermediate_size=2 * options.hidden,
+        num_hidden_layers=options.layers,
+        head_dim=32,
+        max_position_embeddings=4096,
+    )
+    (folder / "train.toml").write_text(CONFIG)
     config = load_config(
-        QUICKSTART / "quickstart.toml",
+        folder / "train.toml",
         [
-            *SETTINGS,
-            f"policy.model={options.policy.resolve()}",
-            f"store.path={folder / 'store.db'}",
-            f"output.dir={folder / 'training'}",
-            f"tasks.options.folder={folder / 'tasks'}",
             f"tasks.seed={options.seed}",
+            f"agent.options.turns={options.turns}",
+            f"agent.options.tokens={options.tokens}",
+            f"agent.options.output={options.output}",
+            f"agent.options.median_s={options.wait}",
+            f"agent.options.sigma={options.sigma}",
+            f"agent.options.longest_s={options.longest}",
             f"train.seed={options.seed}",
             f"train.steps={options.steps}",
             f"train.save_every={options.steps}",
             f"rollout.groups_per_step={options.groups}",
             f"rollout.runs_per_group={options.runs}",
             f"rollout.concurrency={concurrency}",
-            f"rollout.staleness={0 if kind == 'colocate' else 1}",
+            f"rollout.staleness={0 if kind == 'colocate' else options.staleness}",
             f"cells.count={options.cells}",
             f"cells.policy={kind}",
             f"cells.standing={standing or 0}",
@@ -139,7 +175,7 @@ def one(options: argparse.Namespace) -> dict[str, Any]:
             cell, _, what = name.rpartition("-")
             if what in ("replica", "worker"):
                 quotas.hold(int(cell.removeprefix("cell-")), pid)
-        quotas.hold_this_thread(0)
+        quotas.hold(0, os.getpid())
         before, began = quotas.used(), time.monotonic()
         train(config, stack=stack)
         seconds = time.monotonic() - began
