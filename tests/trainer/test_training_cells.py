@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -84,31 +82,6 @@ def test_cells_share_each_batch(tmp_path: Path) -> None:
     check_store(tmp_path, steps=3)
     assert {"cell-0", "cell-1"} <= set(trained(seen, tmp_path))
     assert {(row["version"], row["state"]) for row in rows} == {(3, "serving")} and len(rows) == 3
-    sound(tmp_path)
-
-
-def test_any_process_may_be_killed(tmp_path: Path) -> None:
-    """One after the other, each at another step: it finishes, no version is used again, no unit lost or doubled."""
-    seen: list[Any] = []
-    settings = load_config(prepare(tmp_path, 2, "standing = 1"), ["train.steps=6"])
-    order = ["cell-1-worker", "cell-1-replica", "proxy", "cell-0-replica"]
-    killed: list[str] = []
-
-    def watch(event: Any) -> None:
-        seen.append(event)
-        if isinstance(event, events.StepTaken) and len(killed) < len(order):
-            name = order[len(killed)]
-            killed.append(name)
-            os.kill(stack.pids()[name], signal.SIGKILL)
-
-    with Stack(settings, watch, base=tmp_path) as stack:
-        report = train(settings, stack=stack)
-    assert killed == order
-    assert (report.steps, report.skipped, report.version) == (6, 0, 6)
-    check_store(tmp_path, steps=6)
-    trained(seen, tmp_path)
-    restarted = {event.process for event in seen if isinstance(event, events.ProcessRestarted)}
-    assert restarted >= set(order[:3])
     sound(tmp_path)
 
 
