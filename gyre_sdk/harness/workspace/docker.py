@@ -81,8 +81,7 @@ class DockerWorkspace(SupervisedWorkspace):
         self._exposed: dict[int, Exposure] = {}
         self._last = Last()
         self._services: Services | None = None
-        shared = bool(task.services) or copying is not None  # a fork brings what root made of /etc/hosts
-        self.network = Network(client, plan(task, phase), run=run_id, ttl_s=layout.ttl_s, shared=shared)
+        self.network = Network(client, plan(task, phase), run=run_id, ttl_s=layout.ttl_s, shared=bool(task.services))
         try:
             container = Container(
                 client,
@@ -91,7 +90,7 @@ class DockerWorkspace(SupervisedWorkspace):
                 run=run_id,
                 workdir=layout.workdir,
                 ttl_s=layout.ttl_s,
-                prepare=copying.before_start if copying else lambda id: self._give_workdir(client, id),
+                prepare=lambda id: self._prepare(client, id, copying),
                 entrypoint=image.entrypoint if task.entrypoint else (),
                 network_disabled=self.network.disabled,
             )
@@ -136,15 +135,16 @@ class DockerWorkspace(SupervisedWorkspace):
         settings = host_settings(
             self.task, network=self.network.settings, memory=layout.memory, read_only=layout.read_only, cpus_there=cpus
         )
-        if self.task.services:
-            services = {service.name: ADDRESS for service in self.task.services}
+        if services := {service.name: ADDRESS for service in self.task.services}:
             settings["extra_hosts"] = services | settings.get("extra_hosts", {})
         return settings
 
-    def _give_workdir(self, client: docker.DockerClient, container: str) -> None:
-        """Make the working directory the user's, without running anything inside."""
+    def _prepare(self, client: docker.DockerClient, container: str, copying: Copying | None) -> None:
+        """Bring a fork's files, or make the working directory the user's, without running anything inside."""
+        if copying is not None:
+            copying.before_start(container)
         self.network.prepare(container)
-        if (archive := self.layout.workdir_to_give(client)) is not None:
+        if copying is None and (archive := self.layout.workdir_to_give(client)) is not None:
             client.api.put_archive(container, posixpath.dirname(self.layout.workdir), archive)
 
     # -- commands ------------------------------------------------------------------------------------------------

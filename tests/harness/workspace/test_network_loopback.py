@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ from network_kit import box
 from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace import DockerWorkspace, reaper
 from gyre_sdk.harness.workspace.network import Network, Plan, Wire, loopback
+from gyre_sdk.harness.workspace.overlay import NotHere
 from gyre_sdk.harness.workspace.snapshots import remove
 
 docker_engine = pytest.mark.docker
@@ -71,6 +73,44 @@ def test_only_an_empty_file_of_the_engines_is_written(tmp_path):
     assert (tmp_path / "empty").read_bytes() == b"x" and (tmp_path / "empty").stat().st_mode & 0o777 == 0o644
 
 
+def test_a_forks_layer_hides_no_file_below(tmp_path):
+    """Whatever root inside the other made of these two names; nothing else is touched, and no link is followed."""
+    loopback.uncover(tmp_path)  # it changed nothing in /etc
+    target, layer = tmp_path / "target", tmp_path / "layer" / "etc"
+    (layer / "resolv.conf" / "deep").mkdir(parents=True)
+    target.write_bytes(b"of somebody")
+    (layer / "hosts").symlink_to(target)
+    (layer / "resolv.conf" / "link").symlink_to(target)
+    (layer / "passwd").write_bytes(b"mine")
+    loopback.uncover(layer.parent)
+    assert os.listdir(layer) == ["passwd"] and target.read_bytes() == b"of somebody"
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_a_fork_whose_etc_is_no_folder_takes_the_long_way(tmp_path, kind):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "hosts").write_bytes(b"of this machine")
+    if kind == "link":
+        (tmp_path / "etc").symlink_to(elsewhere)
+    else:
+        (tmp_path / "etc").write_bytes(b"")
+    with pytest.raises(NotHere, match="/etc"):
+        loopback.uncover(tmp_path)
+    assert (elsewhere / "hosts").read_bytes() == b"of this machine"
+
+
+@docker_engine
+@pytest.mark.parametrize("attribute", ["opaque", "redirect"])
+def test_a_fork_whose_etc_hides_the_one_below_takes_the_long_way(tmp_path, attribute):
+    """As a layer says it of a folder that was removed and made again, or renamed; only root may write that."""
+    (tmp_path / "etc").mkdir()
+    loopback.uncover(tmp_path)
+    os.setxattr(tmp_path / "etc", f"trusted.overlay.{attribute}", b"y")
+    with pytest.raises(NotHere, match="made anew"):
+        loopback.uncover(tmp_path)
+
+
 # -- containers ------------------------------------------------------------------------------------------------------
 
 
@@ -82,6 +122,7 @@ def test_inside_nothing_differs_from_network_none(docker_client, base_image):
         assert not Network(docker_client, Plan(Wire.NOTHING), shared=True).disabled
         seen = runtimes.sh(LOOK)
         assert seen == engines.sh(LOOK)
+        assert seen.count("Network is unreachable") == 4
         assert {"2", "named", "644 0 0 regular file"} <= set(seen.splitlines())
 
 
@@ -119,6 +160,21 @@ def test_no_layer_snapshot_or_fork_holds_what_was_written(docker_client, base_im
                 assert later.exec("cat /etc/hosts").stdout == mine
         finally:
             remove(docker_client, name)
+
+
+@docker_engine
+def test_a_forks_loopback_is_the_runtimes_too(docker_client, base_image):
+    """Its layer is copied from one in which root changed what lies over the engine's files."""
+    root = Task(instruction="x", memory_mb=64, profile="root")
+    with DockerWorkspace(root, docker_client) as workspace:
+        workspace.exec("rm /etc/hosts && mkdir /etc/hosts && rm /etc/resolv.conf && echo kept >/etc/mine", check=True)
+        with workspace.fork() as fork:
+            assert docker_client.api.inspect_container(fork.container.id)["Config"]["NetworkDisabled"]
+            assert fork._basis is None
+            for name, content in loopback.FILES.items():
+                assert fork.exec(f"cat /etc/{name}").stdout == content.decode()
+            assert fork.exec("cat /etc/mine").stdout == "kept\n"
+            assert fork.exec("ls /sys/class/net").stdout == "lo\n"
 
 
 def changed(client, workspace):

@@ -3,13 +3,15 @@
 An engine that is asked for network `none` makes a namespace, keeps accounts of it and starts itself once more to hand it to the
 runtime: half of a start's time. Asked not to connect a container at all (`NetworkDisabled`), it leaves that to the runtime,
 which makes a namespace with the same in it: a loopback interface. Only the files that resolvers read are then empty, so they
-are written here, into the layer that the engine makes for them below the container's own: no snapshot and no fork holds them.
+are written here, into the layer that the engine makes for them below the container's own: no snapshot and no fork holds them,
+nor what root inside made of them.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import shutil
 import stat
 import tarfile
 from collections.abc import Iterator, Mapping
@@ -22,6 +24,7 @@ import docker
 from docker.errors import DockerException
 
 from gyre_sdk.harness.workspace.network.guard import IPV4_ONLY
+from gyre_sdk.harness.workspace.overlay import NotHere
 
 FILES: Mapping[str, bytes] = {
     "hosts": (
@@ -34,6 +37,8 @@ FILES: Mapping[str, bytes] = {
 _LAYER = "-init/diff"
 _UNLIKE = ("name=userns", "name=rootless", "name=selinux")
 """Of an engine's security options: files in its layers are another user's than ours, or need labels."""
+_COVERS = {"trusted.overlay.opaque", "trusted.overlay.redirect"}
+"""Attributes of a folder in a layer that hide the same folder of the layers below."""
 
 _able: WeakKeyDictionary[docker.DockerClient, bool] = WeakKeyDictionary()
 
@@ -68,9 +73,10 @@ def settings() -> Mapping[str, Any]:
 
 
 def name_localhost(client: docker.DockerClient, container: str) -> None:
-    """Write the files of a container that was created, not started.
+    """Write the files of a container that was created, not started; a fork has its files already.
 
     Raises:
+        NotHere: a fork's /etc is no plain folder.
         DockerException: the engine does not answer.
     """
     if not write_below(client, container):
@@ -79,16 +85,51 @@ def name_localhost(client: docker.DockerClient, container: str) -> None:
 
 
 def write_below(client: docker.DockerClient, container: str) -> bool:
-    """Write them into the layer that the engine made for them; False where it is not to be found."""
-    found = client.api.inspect_container(container).get("GraphDriver") or {}
-    layer = str((found.get("Data") or {}).get("LowerDir") or "").partition(":")[0]
-    if not layer.endswith(_LAYER):
+    """Write them into the layer that the engine made for them; False where it is not to be found.
+
+    Raises:
+        NotHere: see `uncover`.
+    """
+    layers = (client.api.inspect_container(container).get("GraphDriver") or {}).get("Data") or {}
+    layer, own = str(layers.get("LowerDir") or "").partition(":")[0], str(layers.get("UpperDir") or "")
+    if not layer.endswith(_LAYER) or not own:
         return False
+    uncover(Path(own))
     try:
         with folder(Path(layer) / "etc") as opened:
             return all(fill(opened, name, content) for name, content in FILES.items())
     except OSError:
         return False
+
+
+def uncover(own: Path) -> None:
+    """Take out of a container's own layer what would hide the files below: what root inside made of them where it was forked.
+
+    Raises:
+        NotHere: its /etc hides the one below as a whole, or is none.
+    """
+    try:
+        with folder(own / "etc") as opened:
+            if _COVERS & set(os.listxattr(opened)):
+                raise NotHere("/etc was made anew inside")
+            for name in FILES:
+                discard(opened, name)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise NotHere(f"/etc: {error}") from error
+
+
+def discard(folder: int, name: str) -> None:
+    """Remove whatever has a name in an open folder, without following links."""
+    try:
+        kind = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(kind):
+        shutil.rmtree(name, dir_fd=folder)
+    else:
+        os.unlink(name, dir_fd=folder)
 
 
 @contextmanager
