@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -16,6 +17,7 @@ from gyre_sdk.errors import WorkspaceError
 from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace import (
     DockerWorkspace,
+    Isolation,
     LocalWorkspace,
     choose,
     open_workspace,
@@ -236,8 +238,6 @@ workspace.exec("sleep 31455")
 
 def test_a_local_workspace_has_no_network_and_no_secrets():
     for kind in ("bubblewrap", "namespaces"):
-        from gyre_sdk.harness.workspace import Isolation
-
         with LocalWorkspace(Task(instruction="x"), isolation=Isolation(kind)) as workspace:
             ran = workspace.exec(
                 "grep -c . /proc/net/route; ls /root /home /work /var; cat /etc/shadow; touch /usr/x; ls /proc | grep -c '^[0-9]'"
@@ -246,6 +246,18 @@ def test_a_local_workspace_has_no_network_and_no_secrets():
             assert lines[0] in ("0", "1")
             assert int(lines[-1]) < 20
             assert ran.stderr.count("No such file") >= 4
+
+
+@pytest.mark.parametrize("kind", ["bubblewrap", "namespaces", "none"])
+def test_a_local_workspace_does_not_reach_the_machines_loopback(kind):
+    """Unless nothing keeps it apart, which shows that the question reaches whatever can be reached."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        LocalWorkspace(Task(instruction="x"), isolation=Isolation(kind)) as workspace,
+    ):
+        asked = workspace.exec(f"bash -c '</dev/tcp/127.0.0.1/{server.getsockname()[1]}'")
+        said = [word for word in ("refused", "unreachable") if word in asked.stderr]
+        assert (asked.exit_code, len(said)) == ((0, 0) if kind == "none" else (1, 1)), asked
 
 
 def test_a_local_workspace_refuses_an_image_of_its_own(tmp_path):

@@ -287,7 +287,7 @@ def test_a_proxy_that_is_gone_is_an_error_to_try_again(inside):
 
 @docker_engine
 @every_way
-def test_nothing_else_is_reached(inside, docker_client):
+def test_nothing_else_is_reached(inside, base, docker_client):
     """No host service at any address of this machine, no other container, no metadata, no name, no IPv6."""
     everywhere = Path("/proc/net/fib_trie").read_text()
     with Server("0.0.0.0") as host, box(docker_client, WAYS["internal"][0], enter=False) as other:
@@ -301,8 +301,11 @@ def test_nothing_else_is_reached(inside, docker_client):
         places += [f"{address}:7777" for address in neighbours] + ["169.254.169.254:80", "1.1.1.1:80", "[fe80::1]:80"]
         assert len(places) >= 5
         tries = "\n".join(f"timeout 2 wget -qO- http://{place}/ && echo REACHED {place} &" for place in places)
+        tries += f"\nwget -qO- {base}/x && echo REACHED the proxy"
         said = inside.sh(f"{tries}\nwait; timeout 2 nslookup example.com 2>&1 | tail -n 3")
-        assert "REACHED" not in said and "other-reached" not in said and not host.log
+        assert "REACHED the proxy" in said and said.count("REACHED") == 1  # the same tool, at the same moment
+        assert "other-reached" not in said and not host.log
+        assert not {"Segmentation", "applet", "not found"} & set(said.split())
         assert "Address" not in said.replace("Address:\t127.0.0.11", "").replace("Address: 127.0.0.11", "")
     assert all(line.split()[-1] == "lo" for line in inside.sh("cat /proc/net/if_inet6").splitlines())
 

@@ -189,6 +189,7 @@ def test_the_internet_and_nothing_of_this_machine(bridged, full):
         "169.254.169.254": "",
         "site.example": "REACHED the internet",  # by name, too
     }
+    assert SITE in full.sh("nslookup site.example 2>&1")
     assert all(line.split()[-1] == "lo" for line in full.sh("cat /proc/net/if_inet6").splitlines())
     routes = full.sh("ip route")
     mine = own_addresses(Path("/proc/net/fib_trie").read_text())
