@@ -18,7 +18,7 @@ import os
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def main() -> None:
     with _engine():
         systems.make_image()
         with systems.running(names, result["problems"]) as children:
-            measure = {
+            measure: dict[str, Callable[[], Any]] = {
                 "commands": lambda: _commands(children, rounds, result["problems"]),
                 "cycle": lambda: _cycles(children, rounds, 1 if options.quick else _PAIRS, result),
                 "many": lambda: _many(children, 4 if options.quick else _MANY, result["problems"]),
