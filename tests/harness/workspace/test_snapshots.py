@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import time
 import urllib.request
 from dataclasses import replace
@@ -141,6 +143,44 @@ def test_forks_of_forks_and_snapshots_of_snapshots(docker_client, base_image):
         for one in (name, nested):
             snapshots.remove(docker_client, one)
     assert mine(docker_client) == set()
+
+
+def test_the_async_face_snapshots_forks_exposes_and_carries_files(docker_client, base_image, tmp_path):
+    """And a fork whose caller has gone away is closed."""
+    (tmp_path / "up").mkdir()
+    (tmp_path / "up" / "index.html").write_text("hello\n")
+    wanted = Task(instruction="x", memory_mb=64)
+
+    async def use(workspace):
+        aio = workspace.aio
+        await aio.upload(tmp_path / "up", "www")
+        await aio.exec("httpd -p 127.0.0.1:8000 -h www", check=True)
+        host, port = await aio.expose(8000)
+        with await asyncio.to_thread(urllib.request.urlopen, f"http://{host}:{port}/", timeout=20) as answer:
+            assert answer.read() == b"hello\n"
+        async with await aio.fork() as fork:
+            assert (await fork.exec("cat www/index.html")).stdout == "hello\n"
+            await fork.download("www", tmp_path / "down")
+        assert (tmp_path / "down" / "index.html").read_text() == "hello\n"
+        name = await aio.snapshot()
+        async with open_workspace(wanted, snapshot=name).aio as later:
+            assert (await later.exec("cat www/index.html")).stdout == "hello\n"
+        await asyncio.to_thread(snapshots.remove, docker_client, name)
+        forking = asyncio.create_task(aio.fork())
+        await asyncio.sleep(0)
+        forking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await forking
+
+    with DockerWorkspace(wanted, docker_client) as workspace:
+        before = mine_containers(docker_client)
+        asyncio.run(use(workspace))
+        assert mine_containers(docker_client) == before
+
+
+def mine_containers(client):
+    found = client.api.containers(all=True, filters={"label": f"gyre.owner_pid={os.getpid()}"})
+    return {one["Id"] for one in found}
 
 
 def test_a_pooled_workspace_is_snapshotted_and_forked(docker_client, base_image):
