@@ -164,7 +164,7 @@ class SupervisedWorkspace(Supervision, Files):
         """
         deadline = None if timeout is None else began + timeout
         ended: str | None = None
-        status, kills, timed_out = None, 0, False
+        status, kills, timed_out, alone = None, 0, False, False
         done: str | None = None
         try:
             while done is None:
@@ -177,7 +177,8 @@ class SupervisedWorkspace(Supervision, Files):
                     if ended is not None:
                         break
                     if deadline is None or time.monotonic() < deadline:
-                        if not supervisor.is_attended(running) and running.events.empty():
+                        before, alone = alone, not supervisor.is_attended(running) and running.events.empty()
+                        if before and alone:  # once is not enough: its last words take another way than the answer
                             ended = "its wrapper was killed"
                             supervisor.kill(running.id, running.leader)
                             if running.launched:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gyre_sdk.errors import CommandFailed, WorkspaceError, WorkspaceUnavailable
+from gyre_sdk.harness.task import Task
+from gyre_sdk.harness.workspace import LocalWorkspace, local
+from gyre_sdk.harness.workspace.channel import ProcessChannel, Sink
 from gyre_sdk.harness.workspace.output import clip
 
 pytestmark = pytest.mark.docker
@@ -272,3 +276,24 @@ def test_check_raises_with_the_result(workspace):
 
 def test_input_as_text_is_utf8(workspace):
     assert workspace.exec("cat", input="für 🙂").stdout == "für 🙂"
+
+
+class LateNews(ProcessChannel):
+    """What a supervisor tells by itself comes later than its answers: they take ways of their own."""
+
+    def open(self, sink: Sink) -> None:
+        def late(kind: int, data: bytes) -> None:
+            if kind == 2:
+                time.sleep(0.6)
+            sink(kind, data)
+
+        super().open(late)
+
+
+@pytest.mark.parametrize("seconds", [1.1, 1.3, 1.5])
+def test_an_end_that_is_told_late_is_no_kill(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Where nothing is heard of a command its wrapper is looked for; one that has just ended is not taken for killed."""
+    monkeypatch.setattr(local, "ProcessChannel", LateNews)
+    with LocalWorkspace(Task(instruction="x")) as workspace:
+        done = workspace.exec(f"sleep {seconds}; echo it ended; exit 3")
+        assert (done.exit_code, done.stdout, done.truncated) == (3, "it ended\n", False)
