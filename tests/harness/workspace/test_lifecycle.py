@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,7 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from gyre_sdk.cli import app
 from gyre_sdk.errors import WorkspaceError
 from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace import (
@@ -144,6 +147,28 @@ def test_what_a_killed_owner_left_is_swept_and_nothing_else(docker_client, docke
     alive.terminate()
     alive.wait(60)
     mine.close()
+
+
+def test_commands_about_the_engine(docker_client, docker_url, base_image):
+    """`gyre gc` takes what a dead process left and nothing without our labels; `gyre sandbox` builds, lists, tries."""
+
+    def gyre(*arguments):
+        done = CliRunner().invoke(app, arguments, env={"DOCKER_HOST": docker_url})
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    gone = {**owner.labels(owner.me(), run="gc", deadline=2e9, name="gyre-of-a-dead-one"), "gyre.owner_start": "1"}
+    left = docker_client.api.create_container("gyre/base", ["true"], labels=gone, name="gyre-of-a-dead-one")["Id"]
+    unrelated = docker_client.api.create_container("gyre/base", ["true"], labels={"other": "1"})["Id"]
+    try:
+        assert re.match(r"removed [1-9][0-9]* containers, [0-9]+ networks, ", gyre("gc"))
+        there = {one["Id"] for one in docker_client.api.containers(all=True)}
+        assert left not in there and unrelated in there
+    finally:
+        docker_client.api.remove_container(unrelated)
+    assert gyre("sandbox", "build", "base") == "built gyre/base\n"
+    assert any(line.split()[:2] == ["base", "built"] for line in gyre("sandbox", "list").splitlines())
+    gyre("sandbox", "test", "base")
 
 
 def test_a_container_ends_itself_after_its_lifetime(docker_client, docker_url, base_image):
