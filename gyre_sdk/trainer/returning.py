@@ -7,6 +7,8 @@ brought to where that can be done, whatever it was in the middle of.
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,7 +24,10 @@ from gyre_sdk.trainer.transports import Replica, Unready
 if TYPE_CHECKING:
     from gyre_sdk.trainer.sharing.core import Core
 
-__all__ = ["listen_again", "rouse"]
+__all__ = ["listen_again", "rouse", "tell_again"]
+
+_TELLINGS, _TELL_EVERY = 60, 1.0
+"""Times that a proxy is told, and seconds between two of them."""
 
 _log = logging.getLogger("gyre.trainer")
 
@@ -72,3 +77,28 @@ def listen_again(make: Callable[[int], Core], kept: Path, cleanup: ExitStack) ->
     kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     kept.write_text(str(core.address[1]))
     return core
+
+
+def tell_again(publisher: Publisher) -> None:
+    """Tell a proxy that came back who serves: now, or for a minute in a thread of its own, when it does not hear it.
+
+    One that dies again before is told when it is back again.
+    """
+    if not _told(publisher):
+        threading.Thread(target=_tell, args=(publisher,), name="tell the proxy", daemon=True).start()
+
+
+def _tell(publisher: Publisher) -> None:
+    for _ in range(_TELLINGS):
+        time.sleep(_TELL_EVERY)
+        if _told(publisher):
+            return
+
+
+def _told(publisher: Publisher) -> bool:
+    try:
+        publisher.route()
+    except PublishError as error:
+        _log.warning("the proxy that came back was not told who serves: %s", error)
+        return False
+    return True

@@ -50,7 +50,7 @@ from gyre_sdk.trainer.ledger import Ledger, Recovery, VersionPublished, recover
 from gyre_sdk.trainer.lingering import Linger
 from gyre_sdk.trainer.processes import Child, ChildSpec
 from gyre_sdk.trainer.publish import PATIENCE, Publisher
-from gyre_sdk.trainer.returning import listen_again, rouse
+from gyre_sdk.trainer.returning import listen_again, rouse, tell_again
 from gyre_sdk.trainer.rollouts import cancel_orphans, cancel_runs_of
 from gyre_sdk.trainer.tasks import load_tasks
 from gyre_sdk.trainer.transports import Transport, choose, make
@@ -196,7 +196,7 @@ class Stack:
         key_file = config.output.dir / "service.key"
         key = kept_key(key_file)
         started = self._replicas(transport.name)
-        proxy = self._child(proxy_spec(config, key_file, self._linger, lambda url: self.publisher.route()))
+        proxy = self._child(proxy_spec(config, key_file, self._linger, lambda url: tell_again(self.publisher)))
         self._meet(agents, agents_key.encode(), settings)
         if config.engine.publish:
             importlib.import_module("gyre_sdk.trainer.trainer")  # loads torch and trl while the processes start
