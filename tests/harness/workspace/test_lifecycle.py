@@ -9,8 +9,12 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -23,6 +27,7 @@ from gyre_sdk.harness.workspace import (
     Isolation,
     LocalWorkspace,
     choose,
+    container,
     open_workspace,
     owner,
     sweep,
@@ -30,6 +35,7 @@ from gyre_sdk.harness.workspace import (
 )
 from gyre_sdk.harness.workspace.images import ensure_image
 from gyre_sdk.harness.workspace.isolation import best_isolation
+from gyre_sdk.harness.workspace.reaper import own_label
 
 pytestmark = pytest.mark.docker
 
@@ -288,3 +294,21 @@ def test_a_local_workspace_does_not_reach_the_machines_loopback(kind):
 def test_a_local_workspace_refuses_an_image_of_its_own(tmp_path):
     with pytest.raises(WorkspaceError, match="kind='docker'"):
         LocalWorkspace(Task(instruction="x", dockerfile=tmp_path))
+
+
+def test_only_so_many_containers_start_at_once(
+    docker_client: Any, base_image: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a bound of one each has started before the next is made."""
+    monkeypatch.setattr(container, "_starts", threading.BoundedSemaphore(1))
+    began = int(time.time())
+    with ExitStack() as cleanup, ThreadPoolExecutor(4) as threads:
+        opened = list(threads.map(lambda n: DockerWorkspace(Task(instruction="x"), docker_client), range(4)))
+        for workspace in opened:
+            cleanup.callback(workspace.close)
+        ours = {workspace.container.id for workspace in opened}
+        filters = {"type": "container", "event": ["create", "start"], "label": own_label()}
+        told = docker_client.events(since=began, until=int(time.time()) + 1, filters=filters, decode=True)
+        order = [(event["Action"], event["Actor"]["ID"]) for event in told if event["Actor"]["ID"] in ours]
+    made = [id for action, id in order if action == "create"]
+    assert order == [(action, id) for id in made for action in ("create", "start")] and set(made) == ours
