@@ -167,31 +167,41 @@ def test_files_replace_the_weights_and_no_cached_prefix_outlives_them(served: Se
 
 
 def test_a_call_goes_on_over_a_publication_with_each_token_labelled(served: Served) -> None:
-    """Three clients that ask without a break, so that calls are under way at whichever moment the weights change."""
-    before, after = served.policy(2), served.policy(3)
-    models = {str(served.publisher.publish(before, step=2)): before}
-    published = threading.Event()
-    found: list[dict[str, Any]] = []
+    """Clients that ask without a break, for answers of different lengths: one of them is soon in the middle of its own."""
+    first = served.policy(2)
+    models = {str(served.publisher.publish(first, step=2)): first}
+    enough = threading.Event()
+    found: list[tuple[int, dict[str, Any]]] = []
 
-    def ask() -> None:
-        while not published.is_set():
-            found.append(served.sample(PROMPTS[0], 900))
+    def ask(tokens: int) -> None:
+        while not enough.is_set():
+            found.append((tokens, served.sample(PROMPTS[0], tokens)))
 
-    clients = [threading.Thread(target=ask) for _ in range(3)]
+    clients = [threading.Thread(target=ask, args=(tokens,)) for tokens in (500, 700, 900)]
     for client in clients:
         client.start()
     try:
-        models[str(served.publisher.publish(after, step=3))] = after
+        for seed in range(3, 12):
+            answered, model = len(found), served.policy(seed)
+            models[str(served.publisher.publish(model, step=3))] = model
+            while len(found) < answered + 2 * len(clients) and any(client.is_alive() for client in clients):
+                time.sleep(0.01)
+            if any(len(versions(choice)) > 1 for _, choice in found):
+                break
     finally:
-        published.set()
+        enough.set()
         for client in clients:
             client.join()
-    for choice in found:
-        assert len(choice["token_ids"]) == 900 and choice["finish_reason"] == "length"
-        assert choice["weight_versions"][0]["start"] == 0 and choice["weight_versions"][-1]["end"] == 900
+    for tokens, choice in found:
+        assert len(choice["token_ids"]) == tokens and choice["finish_reason"] == "length"
+        assert choice["weight_versions"][0]["start"] == 0 and choice["weight_versions"][-1]["end"] == tokens
         for span in choice["weight_versions"]:
             assert error(models[span["version"]], PROMPTS[0], choice, span["start"], span["end"]) < TOLERANCE
-    assert sorted(models, key=int) in [versions(choice) for choice in found]
+    published = sorted(models, key=int)
+    assert [versions(choice) for _, choice in found if len(versions(choice)) > 1]
+    for _, choice in found:
+        place = published.index(versions(choice)[0])
+        assert versions(choice) == published[place : place + len(versions(choice))]
 
 
 def test_older_versions_and_other_trainers_are_refused(served: Served, tmp_path: Path) -> None:
