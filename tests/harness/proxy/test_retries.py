@@ -107,7 +107,8 @@ def check(on: Stage, generations: int) -> None:
     """So many sampling events, siblings under one prompt, none changed."""
     calls = on.proxy.calls()
     assert len(on.engine.log) == generations == len(calls)
-    assert [call.sampled_ids for call in calls] == [[401 + number, 260] for number in range(generations)]
+    # of calls that go on at once, the first to end may be the first on record
+    assert sorted(call.sampled_ids for call in calls) == [[401 + number, 260] for number in range(generations)]
     assert len({tuple(call.prompt_ids) for call in calls}) == 1
     assert all(not generation.dropped for generation in on.engine.log)
 
