@@ -1,6 +1,6 @@
 """Elastic cells against fixed ones, end to end on processors: the same training three ways, each cell on a fixed share.
 
-    python benchmarks/elastic.py [--repeats 5] [--cells 3] [--processors 0.25] [--steps 8]
+    python benchmarks/elastic.py [--repeats 5] [--cells 3] [--processors 0.3] [--steps 4]
 
 Real runs of an agent whose commands take time, with a long tail; real proxy, embedded engines, training workers. Every cell
 is held to its share of the processors by a control group, so that a cell that waits is really idle. The arrangements are
@@ -47,6 +47,7 @@ timeout_s = 600.0
 learning_rate = 2e-3
 threads = 1
 micro_batch_tokens = 2048
+unit_tokens = 800
 keep_checkpoints = 1
 [engine]
 threads = 1
@@ -61,19 +62,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cells", type=int, default=3)
-    parser.add_argument("--processors", type=float, default=0.25, help="share of each cell")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--groups", type=int, default=6, help="groups of a step")
-    parser.add_argument("--runs", type=int, default=8, help="runs of a group")
+    parser.add_argument("--processors", type=float, default=0.3, help="share of each cell")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--groups", type=int, default=4, help="groups of a step")
+    parser.add_argument("--runs", type=int, default=6, help="runs of a group")
     parser.add_argument("--staleness", type=int, default=1, help="steps, of all but colocate, which has none")
-    parser.add_argument("--hidden", type=int, default=128, help="width of the policy")
-    parser.add_argument("--layers", type=int, default=3, help="of the policy")
+    parser.add_argument("--hidden", type=int, default=192, help="width of the policy")
+    parser.add_argument("--layers", type=int, default=4, help="of the policy")
     parser.add_argument("--turns", type=int, default=4, help="of an agent")
-    parser.add_argument("--tokens", type=int, default=64, help="that a turn samples, at most")
-    parser.add_argument("--output", type=int, default=240, help="characters that a command prints; about a token each")
+    parser.add_argument("--tokens", type=int, default=48, help="that a turn samples, at most")
+    parser.add_argument("--output", type=int, default=100, help="characters that a command prints; about a token each")
     parser.add_argument("--wait", type=float, default=0.5, help="median seconds of a command, lognormal over tasks")
     parser.add_argument("--sigma", type=float, default=1.2, help="of the logarithm of a task's seconds")
-    parser.add_argument("--longest", type=float, default=8.0, help="bound of a task's scale, seconds")
+    parser.add_argument("--longest", type=float, default=2.0, help="bound of a task's scale, seconds")
     parser.add_argument("--only", nargs="+", help="arrangements, for example elastic async-1 colocate")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the config")
     parser.add_argument("--json", type=Path, help="file for all that was measured")
