@@ -213,9 +213,7 @@ def two_steps(config: TrainerConfig, port: int | None, folder: Path) -> list[Any
     return found
 
 
-@pytest.mark.parametrize(
-    ("text", "how"), [(CONFIG, "copies"), (CONFIG, "shards"), (LORA, "shards")], ids=["copies", "shards", "adapters"]
-)
+@pytest.mark.parametrize(("text", "how"), [(CONFIG, "copies"), (LORA, "shards")], ids=["copies", "shards of adapters"])
 def test_a_core_of_several_ranks_takes_the_steps_of_one_process(tmp_path: Path, text: str, how: str) -> None:
     """With a satellite of as many; the core's cell goes to serving and comes back in the middle of a batch."""
     config = make_settings(tmp_path, text.replace("save_every = 1", SHARDS) if how == "shards" else text, CELLS)
