@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 ROOT = Path("/sys/fs/cgroup")
-"""Of cgroup v1, whose controllers take single threads: the core's worker is a thread of the trainer."""
+"""Of cgroup v1."""
 _LIMIT, _COUNT = "cpu", "cpuacct"
 _PERIOD_US = 20_000
 
@@ -45,11 +44,6 @@ class Quotas:
         """Put a process under a cell's quota, with all its threads."""
         for controller in (_LIMIT, _COUNT):
             (ROOT / controller / self._names[cell] / "cgroup.procs").write_text(str(pid))
-
-    def hold_this_thread(self, cell: int) -> None:
-        """Put the calling thread under a cell's quota."""
-        for controller in (_LIMIT, _COUNT):
-            (ROOT / controller / self._names[cell] / "tasks").write_text(str(threading.get_native_id()))
 
     def used(self) -> list[float]:
         """Return the seconds of a processor that each cell has used so far."""

@@ -150,7 +150,7 @@ def one(options: argparse.Namespace) -> dict[str, Any]:
         ],
     )
     events: list[Any] = []
-    with Stack(config, events.append, base=one_gpu.HERE) as stack:
+    with Stack(config, events.append, base=one_gpu.AGENTS) as stack:
         stack.model()
         began = time.monotonic()
         train(config, stack=stack)

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-BENCHMARKS = HERE.parent
+BENCHMARKS = Path(__file__).resolve().parent.parent
 ROOT = BENCHMARKS.parent
+AGENTS = BENCHMARKS / "cells"
 sys.path[:0] = [str(BENCHMARKS), str(ROOT / "tests" / "trainer")]
 
 from training_kit import make_model  # noqa: E402
@@ -47,6 +47,7 @@ _CONFIG = """
 model = "policy"
 [tasks]
 loader = "talker:load"
+options = { count = 64 }
 [agent]
 function = "talker:solve"
 [store]

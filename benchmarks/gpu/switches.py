@@ -68,7 +68,7 @@ def measure(options: argparse.Namespace, place: Path) -> dict[str, Any]:
     more += [f"policy.lora.r={options.adapters}"] if options.adapters else []
     config = one_gpu.settings(place / "training", place / "policy", options, more)
     parking = parking_of(config.engine.options, choose(config))
-    with Stack(config, base=one_gpu.HERE) as stack:
+    with Stack(config, base=one_gpu.AGENTS) as stack:
         model = stack.model().to(options.device)
         rounds = Rounds(
             stack,

@@ -6,6 +6,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -51,7 +52,6 @@ def replica_spec(
         name: of the process, and of its log file.
     """
     engine = config.engine
-    log = config.output.dir / "logs" / f"{name}.log"
     base = PolicyFiles(0, config.policy.model, "")
 
     def files() -> PolicyFiles:
@@ -59,23 +59,26 @@ def replica_spec(
 
     lost: Called = publisher.lost if engine.publish else _nothing
     returned: Called = publisher.returned if engine.publish else _nothing
+    spec = partial(
+        ChildSpec,
+        name,
+        log=config.output.dir / "logs" / f"{name}.log",
+        port=port,
+        on_ready=returned,
+        on_death=lost,
+        linger=linger,
+        lingers=transport != "nccl",
+        about=_state_of(*config.policy.model.iterdir()),
+        fit=_tells_its_version,
+    )
     if engine.kind == "vllm":
         lora = config.policy.lora
-        return ChildSpec(
-            name,
+        return spec(
             lambda port: vllm.command(engine, files(), port, transport=transport, rank=lora.r if lora else 0),
             "/health",
-            log,
-            port,
             python=engine.python,
             environment=vllm.ENVIRONMENT,
             patience=vllm.PATIENCE,
-            on_ready=returned,
-            on_death=lost,
-            linger=linger,
-            lingers=transport != "nccl",
-            about=_state_of(*config.policy.model.iterdir()),
-            fit=_tells_its_version,
         )
     requests = engine.request_log
     if requests is not None and name != "engine":
@@ -90,19 +93,7 @@ def replica_spec(
         arguments += ["--request-log", str(requests)] if requests else []
         return [*arguments, *engine.options]
 
-    return ChildSpec(
-        name,
-        command,
-        "gyre-engine ready on",
-        log,
-        port=port,
-        on_ready=returned,
-        on_death=lost,
-        linger=linger,
-        lingers=transport != "nccl",
-        about=_state_of(*config.policy.model.iterdir()),
-        fit=_tells_its_version,
-    )
+    return spec(command, "gyre-engine ready on")
 
 
 def proxy_spec(config: TrainerConfig, key_file: Path, linger: Linger, on_ready: Called) -> ChildSpec:

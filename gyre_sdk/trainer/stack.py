@@ -254,9 +254,8 @@ class Stack:
         if version is None:
             version = self.ledger.allocate_version(self.recovery.step, at=time.time())
             return transport.write(version, transport.collect(self.model()))
-        if (
-            len(self.ledger.state.versions) > 1
-        ):  # a replica that lingers may serve a later one, and takes none before it
+        if len(self.ledger.state.versions) > 1:
+            # a replica that lingers may serve a later one, and takes none before it
             version = self.ledger.allocate_version(0, at=time.time())
         return PolicyFiles(version, self.config.policy.model, "")
 
