@@ -188,6 +188,27 @@ def test_idempotency_key(model: Path, tmp_path: Path) -> None:
         check(on, 2)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_idempotency_key_outlives_the_proxy(model: Path, tmp_path: Path, stream: bool) -> None:
+    """Delivered in full, the proxy starts again: the equal key is served the one answer, another key a new one."""
+    body = {**BODY, "stream": stream}
+    plays = [[Tokens([400 + number, 260]), Finish()] for number in range(1, 4)]
+
+    def said(proxy: Proxy, access: dict[str, Any], key: str) -> str:
+        answer = proxy.chat(access, body, **{"Idempotency-Key": key})
+        assert answer.status_code == 200, answer.text
+        return content_of(sse(answer.text)) if stream else answer.json()["choices"][0]["message"]["content"]
+
+    with ScriptedEngine(lambda request, number: plays[number - 1]) as engine:
+        store, template = tmp_path / "s.db", toy_template(PIECES)
+        with running(model, store, engine.url, template=template) as proxy:
+            access = proxy.run()
+            assert [said(proxy, access, key) for key in ("k1", "k2", "k1")] == ["S1", "S2", "S1"]
+        with running(model, store, engine.url, template=template) as proxy:
+            assert [said(proxy, access, key) for key in ("k1", "k2", "k3", "k1")] == ["S1", "S2", "S3", "S1"]
+            assert len(engine.log) == len(proxy.calls()) == 3
+
+
 def test_first_attempt_failed_upstream(model: Path, tmp_path: Path) -> None:
     """Scenario `first attempt failed upstream`, with the real SDK doing the retry."""
 

@@ -54,7 +54,8 @@ class Intake:
         place = (lane.record.lane, f"{asked.dialect.name}:{body_digest(asked.body)}")
         turns = run.turns[place]
         self._adopt(lane, place, request)
-        keyed = run.keyed.get((lane.record.lane, asked.key)) if asked.key else None
+        key = body_digest(asked.key.encode(errors="surrogateescape")) if asked.key else ""
+        keyed = run.keyed.get((lane.record.lane, key)) if key else None
         same_key = keyed is not None and keyed in turns
         turn = repeated([keyed] if same_key and keyed else turns, retry=same_key or asked.retry)
         if turn is not None:
@@ -65,10 +66,11 @@ class Intake:
         if run.closed:
             raise run.refusal()
         turn = new_turn(request)
+        turn.key = key
         turn.connections.add(asked.connection)
         turns.append(turn)
-        if asked.key:
-            run.keyed[(lane.record.lane, asked.key)] = turn
+        if key:
+            run.keyed[(lane.record.lane, key)] = turn
         try:
             if asked.dialect is RESPONSES:
                 turn.request = await self._conversations.complete(run, request)
@@ -101,6 +103,8 @@ class Intake:
             turn = revive(self._services, request, group)
             lane.run.turns[place].append(turn)
             lane.run.named[turn.name] = turn
+            if turn.key:
+                lane.run.keyed[(lane.record.lane, turn.key)] = turn
 
     def _resume(self, lane: Lane, turn: Turn) -> None:
         """Start the open calls of a turn that another process left."""

@@ -66,6 +66,7 @@ async def prepare(
         request.fields,
         key.record.lane if lane is not key else "",
         tools if tools != (request.fields.get("tools") or []) else None,
+        retry_key=turn.key,
     )
     hosted = services.settings.hosted_model(request.model)
     if hosted is not None:
@@ -194,7 +195,7 @@ def track(run: RunState, call: ModelCall) -> None:
 def revive(services: Services, request: ModelRequest, orphans: list[Orphan]) -> Turn:
     """Return the turn of recorded calls that another process left; those that were open can be resumed."""
     first = orphans[0]
-    turn = Turn(request, first.request.turn, first.record.received_at)
+    turn = Turn(request, first.request.turn, first.record.received_at, first.request.retry_key)
     for orphan in sorted(orphans, key=lambda item: item.request.index):
         record = orphan.record
         if orphan.request.hosted:

@@ -55,6 +55,8 @@ class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whether a hosted model answers: there are no token ids then."""
     provider: dict[str, Any] | None = None
     """Of a hosted model: its name and what it is asked beside the messages."""
+    retry_key: str = ""
+    """Digest of its `Idempotency-Key`."""
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
@@ -95,7 +97,7 @@ class RunState:
     turns: dict[tuple[str, str], list[Turn]] = field(default_factory=lambda: defaultdict(list))
     """By lane and body digest."""
     keyed: dict[tuple[str, str], Turn] = field(default_factory=dict)
-    """By lane and `Idempotency-Key`."""
+    """By lane and digest of the `Idempotency-Key`."""
     orphans: dict[tuple[str, str], list[Orphan]] = field(default_factory=lambda: defaultdict(list))
     """Calls of a process that died, by lane and body digest."""
     live: set[ModelCall] = field(default_factory=set)

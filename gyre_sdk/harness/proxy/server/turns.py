@@ -23,6 +23,8 @@ class Turn:
     name: str
     at: float
     """Seconds since the epoch when it was received."""
+    key: str = ""
+    """Digest of its `Idempotency-Key`."""
     calls: list[ModelCall] = field(default_factory=list)
     connections: set[object] = field(default_factory=set)
     """Transports of the agent that wait for the answer now."""
