@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import socket
@@ -14,6 +15,7 @@ from proxy_engine import Finish, ScriptedEngine, Tokens, Wait, say
 from proxy_kit import Proxy, running
 from proxy_toy import toy_template
 from test_fidelity_cases import scripted
+from test_retries import wait_for
 from wire_kit import exchange, request
 
 from gyre_sdk.harness.proxy.server import ProxySettings
@@ -264,3 +266,28 @@ def test_a_body_that_drips_is_refused(model: Path, tmp_path: Path) -> None:
         )
         reply = exchange(proxy.url, head.encode(), *[b" "] * 20, pause=0.05)
         assert reply is not None and reply.status == 408
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_not_read_is_cut_off(model: Path, tmp_path: Path, stream: bool) -> None:
+    """The connection is closed with an answer that is no whole one; the call stays on record, and others are served."""
+    piece, count = "x" * (1 << 16), 200
+    long = [Tokens([300] * count), Finish()]
+    with scripted(model, tmp_path, {piece: 300}, long, say(104, 260), client_patience=0.5) as (proxy, _):
+        access, port = proxy.run(), int(proxy.url.rsplit(":", 1)[1])
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", port))
+            body = json.dumps({**HELLO, "stream": stream}).encode()
+            connection.sendall(request("POST", "/v1/chat/completions", body, as_(access)))
+            ends = f":{port:04X} 0100007F:{connection.getsockname()[1]:04X} 01 "
+            wait_for(lambda: proxy.calls() and ends not in Path("/proc/net/tcp").read_text(), 60)
+            connection.settimeout(20)
+            size, last = 0, b""
+            while data := connection.recv(1 << 20):
+                size, last = size + len(data), data
+        assert 0 < size < count << 16
+        assert b"[DONE]" not in last
+        [call] = proxy.calls()
+        assert (call.status, call.sampled_ids) == ("complete", [300] * count)
+        assert proxy.chat(access, {"messages": [{"role": "user", "content": "y"}]}).status_code == 200

@@ -72,11 +72,20 @@ class Delivery:
         _raise_failure(turn.calls)
         choices = [call.choice() for call in turn.calls]
         body = dialect.body(turn.request, turn.name, turn.at, choices, turn.prompt_tokens)
-        plain = request.version == HttpVersion11 and request.keep_alive and len(body) < _BUFFERED
-        response = _OneWrite(body) if plain else web.Response(body=body, headers=_JSON)
-        await response.prepare(request)
-        await response.write_eof()
-        _note_delivery(request, turn)
+        if request.version == HttpVersion11 and request.keep_alive and len(body) < _BUFFERED:
+            one = _OneWrite(body)
+            await one.prepare(request)
+            _note_delivery(request, turn)
+            return one
+        response = web.Response(body=body, headers=_JSON)
+        try:
+            async with asyncio.timeout(self._patience):
+                await response.prepare(request)
+                await response.write_eof()
+        except TimeoutError:
+            _abort(request)
+        else:
+            _note_delivery(request, turn)
         return response
 
     async def streamed(self, request: web.Request, dialect: Dialect, turn: Turn) -> web.StreamResponse:
@@ -95,8 +104,7 @@ class Delivery:
             if await self._relay(request, response, stream, turn):
                 _note_delivery(request, turn)
         except ConnectionError:
-            if request.transport is not None:
-                request.transport.abort()  # the agent is gone or does not read; its calls go on
+            _abort(request)
         finally:
             for call in turn.calls:
                 call.watchers -= 1
@@ -171,6 +179,12 @@ def _note_delivery(request: web.Request, turn: Turn) -> None:
     turn.delivered = True
     for call in turn.calls:
         call.delivered()
+
+
+def _abort(request: web.Request) -> None:
+    """Close the connection of an agent that is gone or does not read; its calls go on."""
+    if request.transport is not None:
+        request.transport.abort()
 
 
 def _raise_failure(calls: Sequence[ModelCall]) -> None:
