@@ -1,4 +1,4 @@
-"""kill -9 of the proxy, then of a replica, at 120 random points of runs of 50 calls: promises 1, 2 and 6 each time.
+"""kill -9 of the proxy, then of a replica, at 200 random points of runs of 50 calls: promises 1, 2 and 6 each time.
 
 Agents retry as SDKs do. A point is a number of bytes that reached agents, of commits to the store, or of tokens that
 engines sampled. When a run has ended, the next one takes over with the points that are left.
@@ -19,14 +19,14 @@ from typing import Any
 
 import aiohttp
 import pytest
-from crash_kit import SERVICE_KEY, KillableEngine, KillableProxy, Logged, answer, read_log
+from crash_kit import SERVICE_KEY, Killable, KillableEngine, KillableProxy, Logged, Template, answer, read_log
 from proxy_kit import arguments
 from tokenizers import Tokenizer
 
 from gyre_sdk.journal import Journal
 from gyre_sdk.records import CallRecord, CallStatus
 
-POINTS = 120
+POINTS = 200
 SEED = 20
 LIMIT = 24
 """Tokens per answer at most."""
@@ -88,6 +88,10 @@ class Stage:
     """Attempts that went on from sampled tokens."""
     restarted: int = 0
     """Attempts after the first that began at the start: what was cut had brought nothing."""
+    points: int = 0
+    """Points at which both were killed."""
+    places: list[int] = field(default_factory=list)
+    """Answers that agents had in whole when the proxy was killed, kill by kill."""
 
     def counts(self, watching: sqlite3.Connection | None) -> dict[str, int]:
         if watching is not None:
@@ -201,31 +205,37 @@ async def act(stage: Stage) -> str:
 
 async def reach(stage: Stage, chance: random.Random) -> None:
     """Wait for a random point ahead."""
-    kind, steps = chance.choice([("bytes", 2_500), ("commits", 25), ("tokens", 2_500)])
+    kind, steps = chance.choice([("bytes", 2_000), ("commits", 20), ("tokens", 2_000)])
     with closing(sqlite3.connect(stage.store)) as watching:
         goal = stage.counts(watching)[kind] + chance.randint(1, steps)
         while stage.counts(watching)[kind] < goal:  # noqa: ASYNC110  processes are watched
             await asyncio.sleep(0.0005)
 
 
-async def kill(stage: Stage, chance: random.Random, points: Iterator[int]) -> None:
+async def kill(stage: Stage, chance: random.Random, wanted: int) -> None:
     """Kill the proxy and then a replica, at one point after another, and start what was killed again."""
     await stage.changed.wait()
-    while True:
+    while stage.points < wanted:
         await reach(stage, chance)
-        if next(points, None) is None:
-            return
-        stage.proxy.kill()
-        check_store(stage)
-        await asyncio.shield(asyncio.to_thread(stage.proxy.start))
+        stage.places.append(sum(got.whole is not None for got in stage.got))
+        await strike(stage, stage.proxy)
         await reach(stage, chance)
-        engine = chance.choice(stage.engines)
-        engine.kill()
-        await asyncio.shield(asyncio.to_thread(engine.start))
+        await strike(stage, chance.choice(stage.engines))
+        stage.points += 1
 
 
-def check_store(stage: Stage) -> None:
-    """Promise 1: the store opens as it is, and holds all that reached agents, partial answers included."""
+async def strike(stage: Stage, process: Killable) -> None:
+    process.kill()
+    check_store(stage)
+    await asyncio.shield(asyncio.to_thread(process.start))
+
+
+def check_store(stage: Stage) -> list[CallRecord]:
+    """Promise 1: the store opens as it is, and holds all that reached agents, partial answers included.
+
+    Of promises 2 and 6, what holds at any time: prompts go on from what they follow, and tokens are those of a call that
+    nothing disturbed, as far as they go. Returns the calls.
+    """
     with closing(sqlite3.connect(stage.store)) as db:
         assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
     with Journal(stage.store, "r") as journal:
@@ -240,13 +250,24 @@ def check_store(stage: Stage) -> None:
             assert text == got.whole
         else:
             assert text.startswith(got.partial)
+    for call in calls.values():
+        undisturbed = stage.vocabulary.answer(call.prompt_ids)
+        assert call.sampled_ids == undisturbed[: len(call.sampled_ids)]
+        assert len(call.logprobs) == len(call.sampled_ids)
+        assert call.sampled_ids == undisturbed or call.status not in ANSWERED
+        if call.prompt_ids and call.parent is not None and call.fork_reason is None:
+            parent = calls[call.parent]
+            before = [*parent.prompt_ids, *parent.sampled_ids]
+            assert call.shared == len(before)
+            assert call.prompt_ids[: call.shared] == before
+    return list(calls.values())
 
 
 def check_end(stage: Stage, run: str) -> None:
     """Promises 1, 2 and 6 over a whole run."""
-    check_store(stage)
+    calls = check_store(stage)
     with Journal(stage.store, "r") as journal:
-        calls = list(journal.calls(run))
+        assert [call.call for call in journal.calls(run)] == [call.call for call in calls]
         attempts = {call.call: journal.attempts(call.call) for call in calls}
     assert len(stage.got) == LANES * TURNS + 2 * PAIRS == 50
     answered = [call for call in calls if call.status in ANSWERED]
@@ -258,8 +279,6 @@ def check_end(stage: Stage, run: str) -> None:
     names = [item.request_id for items in attempts.values() for item in items]
     assert len(names) == len(set(names))
     for call in calls:
-        assert call.sampled_ids == stage.vocabulary.answer(call.prompt_ids), "as if nothing had happened"
-        assert len(call.logprobs) == len(call.sampled_ids)
         check_attempts(call, attempts[call.call], log)
         stage.continued += sum(item.tokens_from > 0 for item in attempts[call.call])
         stage.restarted += sum(item.tokens_from == 0 for item in attempts[call.call][1:])
@@ -284,14 +303,7 @@ def check_attempts(call: CallRecord, attempts: list[Any], log: dict[str, Logged]
 
 
 def check_paths(calls: list[CallRecord]) -> None:
-    """Promise 2: along each lane, a prompt goes on from all that its parent was sent and sampled."""
-    known = {call.call: call for call in calls}
-    for call in calls:
-        if len(call.prompt_ids) > 0 and call.parent is not None and call.fork_reason is None:
-            parent = known[call.parent]
-            before = [*parent.prompt_ids, *parent.sampled_ids]
-            assert call.shared == len(before)
-            assert call.prompt_ids[: call.shared] == before
+    """Promise 2: each conversation is one path, and no call of it forked."""
     lanes: dict[str, list[CallRecord]] = {}
     for call in calls:
         lanes.setdefault(call.lane, []).append(call)
@@ -306,13 +318,14 @@ def check_paths(calls: list[CallRecord]) -> None:
 
 
 @contextmanager
-def staged(model: Path, folder: Path, vocabulary: Vocabulary) -> Iterator[Stage]:
+def staged(template: Template, model: Path, folder: Path, vocabulary: Vocabulary) -> Iterator[Stage]:
     folder.mkdir()
-    engines = [KillableEngine(folder / f"engine{number}.log", vocabulary.letters, vocabulary.end) for number in (0, 1)]
+    facts = (vocabulary.letters, vocabulary.end)
+    engines = [KillableEngine(template, folder / f"engine{number}.log", *facts) for number in (0, 1)]
     for engine in engines:
         engine.start()
     store = folder / "s.db"
-    proxy = KillableProxy(arguments(model, store, *(engine.url for engine in engines)))
+    proxy = KillableProxy(template, arguments(model, store, *(engine.url for engine in engines)))
     proxy.start()
     try:
         yield Stage(proxy, engines, store, vocabulary)
@@ -321,8 +334,8 @@ def staged(model: Path, folder: Path, vocabulary: Vocabulary) -> Iterator[Stage]
             process.kill()
 
 
-async def play(stage: Stage, chance: random.Random, points: Iterator[int]) -> None:
-    killer = asyncio.create_task(kill(stage, chance, points))
+async def play(stage: Stage, chance: random.Random, wanted: int) -> None:
+    killer = asyncio.create_task(kill(stage, chance, wanted))
     acting = asyncio.create_task(act(stage))
     try:
         await asyncio.wait([killer, acting], return_when=asyncio.FIRST_COMPLETED)
@@ -338,11 +351,17 @@ async def play(stage: Stage, chance: random.Random, points: Iterator[int]) -> No
 
 @pytest.mark.timeout(600)
 def test_kills_at_random_points_of_runs(model: Path, tmp_path: Path, vocabulary: Vocabulary) -> None:
-    chance, points, runs = random.Random(SEED), iter(range(POINTS)), 0
-    continued = restarted = 0
-    while points.__length_hint__():
-        with staged(model, tmp_path / str(runs), vocabulary) as stage:
-            asyncio.run(play(stage, chance, points))
-        continued, restarted, runs = continued + stage.continued, restarted + stage.restarted, runs + 1
-    assert runs >= 5, "the points are spread over several runs"
+    chance, runs = random.Random(SEED), 0
+    points = continued = restarted = 0
+    fifths = [0] * 5
+    with closing(Template()) as template:
+        while points < POINTS:
+            with staged(template, model, tmp_path / str(runs), vocabulary) as stage:
+                asyncio.run(play(stage, chance, POINTS - points))
+            points, runs = points + stage.points, runs + 1
+            continued, restarted = continued + stage.continued, restarted + stage.restarted
+            for place in stage.places:
+                fifths[min(place // 10, 4)] += 1
+    assert points == POINTS and runs >= 5, "the points are spread over several runs"
+    assert min(fifths) >= POINTS / 20, f"and over the whole of a run: {fifths}"
     assert min(continued, restarted) > POINTS / 10, "kills fell while tokens were sampled, and before"
