@@ -47,7 +47,7 @@ class Talk:
         self.key = {"api_key": self.access["api_key"], "max_retries": 0}
 
     def openai(self, **more: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.access["base_url"], **{**self.key, **more})
+        return openai.OpenAI(**{"base_url": self.access["base_url"], **self.key, **more})
 
     def async_openai(self, **more: Any) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=self.access["base_url"], **{**self.key, **more})

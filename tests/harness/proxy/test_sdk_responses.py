@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from proxy_engine import Error, Finish, Status, Tokens, Wait
+from proxy_kit import running
 from sdk_kit import BASH_CALL, RESPONSE_TOOLS, THINK, TWO_CALLS, Talk, ids_of, talking
 
 from gyre_sdk.records import CallStatus
@@ -129,6 +131,31 @@ def test_get_shows_what_was_said(model: Path, tmp_path: Path) -> None:
             openai.OpenAI(base_url=other["base_url"], api_key=other["api_key"]).responses.retrieve(final.id)
         with pytest.raises(openai.BadRequestError):
             client.responses.create(model="policy", input="go", previous_response_id="resp_0123456789abcdef")
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_is_not_to_be_stored_opens_nothing(model: Path, tmp_path: Path, restarted: bool) -> None:
+    """`store: false`: no GET, no cancel, nothing goes on from it or names its items; the call is on record all the same."""
+    with talking(model, tmp_path, "water", "The answer is") as talk:
+        with talk.openai() as client:
+            first = client.responses.create(model="policy", input="Run ls", store=False)
+        assert (first.store, first.output_text) == (False, "water")
+        assert [call.call for call in talk.calls()] == [f"c-{first.id.removeprefix('resp_')}"]
+        with running(model, tmp_path / "store.db", talk.engine.url) if restarted else nullcontext(talk.proxy) as proxy:
+            with talk.openai(base_url=f"{proxy.url}/v1") as client:
+                for refer in (client.responses.retrieve, client.responses.cancel):
+                    with pytest.raises(openai.NotFoundError, match="no response"):
+                        refer(first.id)
+                with pytest.raises(openai.BadRequestError) as refused:
+                    client.responses.create(model="policy", input="go", previous_response_id=first.id)
+                assert (refused.value.code, refused.value.param) == (
+                    "previous_response_not_found",
+                    "previous_response_id",
+                )
+                item: Any = {"type": "item_reference", "id": first.output[0].id}
+                with pytest.raises(openai.BadRequestError) as refused:
+                    client.responses.create(model="policy", input=[item, {"role": "user", "content": "go"}])
+                assert refused.value.code == "item_not_found"
 
 
 def test_background_and_cancel(model: Path, tmp_path: Path) -> None:

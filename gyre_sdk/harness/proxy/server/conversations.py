@@ -1,9 +1,14 @@
-"""Answers by name, for the protocol that refers to earlier ones: in flight, or recorded. Names open within their run."""
+"""Answers by name, for the protocol that refers to earlier ones: in flight, or recorded.
+
+Names open within their run. Those of requests with `store: false` open nothing: these calls are on record, and retries
+find them, but agents may not refer to them, as with other services.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -54,7 +59,7 @@ class Conversations:
             ProtocolError: 404 when the run has no such response.
         """
         turn = run.named.get(name)
-        if turn is not None and turn.calls:
+        if turn is not None and turn.calls and _kept(turn.request.fields):
             return in_progress(turn)
         found = await asyncio.to_thread(self._recorded, run, name)
         if found is None:
@@ -71,7 +76,7 @@ class Conversations:
     async def cancel(self, run: RunState, name: str) -> bytes:
         """End a response that is in flight; return it as it is then."""
         turn = run.named.get(name)
-        if turn is not None:
+        if turn is not None and _kept(turn.request.fields):
             for call in turn.calls:
                 call.cancel(_CANCELLED, "cancelled")
                 await call.stopped()
@@ -81,7 +86,7 @@ class Conversations:
         call, exchange = self._journal.call(f"c-{name}"), self._journal.exchange(f"c-{name}")
         if call is None or exchange is None or call.run != run.run or exchange.request.get("dialect") != RESPONSES.name:
             return None
-        return call, exchange
+        return (call, exchange) if _kept(exchange.request["body"]) else None
 
 
 def in_progress(turn: Turn) -> bytes:
@@ -98,6 +103,10 @@ def in_progress(turn: Turn) -> bytes:
 
 
 _STATUS = {CallStatus.ABORTED: "cancelled", CallStatus.FAILED: "failed", **dict.fromkeys(OPEN, "in_progress")}
+
+
+def _kept(fields: dict[str, Any]) -> bool:
+    return fields.get("store") is not False
 
 
 async def _over(turn: Turn) -> None:
