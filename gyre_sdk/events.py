@@ -146,6 +146,8 @@ class CellsSeen(Event, frozen=True, tag=True):
     moving: int
     ready_s: float
     """Sealed work that nobody has done yet, cell-seconds."""
+    limit: str = ""
+    """What bounds the runs of a cell: `settings`, or what was measured to be below, its `cache` or `speed`."""
 
 
 class SwitchMeasured(Event, frozen=True, tag=True):

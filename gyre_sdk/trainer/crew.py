@@ -10,6 +10,7 @@ from gyre_sdk.trainer.cells.baselines import decision_of
 from gyre_sdk.trainer.cells.capacity import Counters
 from gyre_sdk.trainer.cells.load import LoadMeter
 from gyre_sdk.trainer.cells.manager import Cell, Manager
+from gyre_sdk.trainer.cells.rates import RateMeter
 from gyre_sdk.trainer.cells.state import CellState
 from gyre_sdk.trainer.cells.switch import Patience, parking_of
 from gyre_sdk.trainer.children import cell_name
@@ -36,6 +37,7 @@ class Crew:
         decide, policy = decision_of(settings)
         slow = max(60.0, 2 * settings.lease_s)  # a satellite's transfers, and the unit that it has in hand
         parking = parking_of(stack.config.engine.options, choose(stack.config))
+        self._rates = RateMeter(lambda: stack.replicas)
         self.manager = Manager(
             [
                 Cell(cell_name(number), url, parking, launched)
@@ -46,7 +48,7 @@ class Crew:
             counters=self.counters,
             policy=policy,
             decide=decide,
-            load=LoadMeter(stack.journal, lambda: stack.replicas[0]),
+            load=LoadMeter(stack.journal, lambda: stack.replicas[0], rates=self._rates),
             drain_s=settings.drain_s,
             patience=Patience(settings.drain_s, join_s=slow, leave_s=slow),
             runs_per_cell=settings.runs_per_cell or -(-stack.config.rollout.concurrency // settings.count),
@@ -58,11 +60,13 @@ class Crew:
 
     def __enter__(self) -> Self:
         self.manager.start()
+        self._rates.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._rates.stop()
         self.manager.stop()
         self._stack.on_moved = self._alone
         for url, state in zip(self._stack.replicas, self.manager.states().values(), strict=True):

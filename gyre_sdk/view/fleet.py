@@ -74,7 +74,8 @@ def _counts(state: State) -> Text:
     seen = state.fleet
     if seen is not None:
         found.append(f"{seen.serving} serving, {seen.training} training, {seen.moving} moving")
-        found.append(f"   runs {seen.water}/{_number(seen.capacity)}   ready {_number(seen.ready_s)} cell-s")
+        limit = f" ({visible(seen.limit, 8)})" if seen.limit not in ("", "settings") else ""
+        found.append(f"   runs {seen.water}/{_number(seen.capacity)}{limit}   ready {_number(seen.ready_s)} cell-s")
     for to, switch in state.switches.items():
         mean = _number(switch.seconds / switch.count, ".1f")
         found.append(f"   {switch.count} to {visible(to, 12)} ({mean} s)", style="dim")

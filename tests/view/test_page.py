@@ -154,6 +154,13 @@ def test_cells_have_their_place_on_the_page(width, height, number):
         assert re.search(r"satellit… +training +0:59 +1.20k u", page)
 
 
+@pytest.mark.parametrize(("limit", "shown"), [("settings", "12/16   ready"), ("speed", "12/16 (speed)   ready")])
+def test_what_bounds_the_runs_of_cells_is_shown(limit, shown):
+    state = with_cells(3)
+    state.apply(CellsSeen(62.0, 12, 16.0, 2, 3, 1, 40.0, limit))
+    assert shown in drawn(state, 120, 36)
+
+
 def test_a_training_without_cells_has_no_such_panel():
     assert "cells" not in drawn(training(), 120, 36)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from itertools import accumulate
 from math import inf
 
-__all__ = ["Average", "Costs", "Counters", "Load", "carried", "rollout_left"]
+__all__ = ["Average", "Capacity", "Costs", "Counters", "Limit", "Load", "carried", "rollout_left"]
 
 _WEIGHT = 0.3
 """Share of the newest measurement in an average: about the last five count."""
@@ -42,29 +43,49 @@ class Load:
     """Tokens whose keys and values its replica holds."""
     context_tokens: float | None = None
     """Tokens of a live run's context, mean; a run that waits for a tool keeps its context."""
-    sampled_per_second: float | None = None
-    """Tokens that its replica samples per second when it has enough to do."""
-    demanded_per_second: float | None = None
-    """Tokens per second that a run samples when nothing holds it up, mean over its life, time in tools included."""
+    useful_calls: float | None = None
+    """Requests of its replica beyond which a further one only slows the others."""
+    calls_per_run: float | None = None
+    """Requests that a live run has at a replica, mean over time: the rest of the time it is in tools."""
 
 
-def carried(load: Load, bound: float) -> float:
+class Limit(StrEnum):
+    """What bounds the runs of a cell."""
+
+    SETTINGS = "settings"
+    """The configured bound; nothing that was measured is below it."""
+    CACHE = "cache"
+    """Keys and values of more runs do not fit."""
+    SPEED = "speed"
+    """The replica samples no more tokens per second for more runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What one serving cell carries."""
+
+    runs: float
+    """At full speed; one at least."""
+    limit: Limit = Limit.SETTINGS
+
+
+def carried(load: Load, bound: float) -> Capacity:
     """Return the runs that one serving cell carries at full speed.
 
     The least of what is known of
 
     * memory: `kv_tokens / context_tokens`, beyond which contexts push each other out of the cache;
-    * speed: `sampled_per_second / demanded_per_second`, beyond which runs wait for each other;
+    * speed: `useful_calls / calls_per_run`, beyond which runs wait for each other;
     * `bound`, the configured limit;
 
     and one at least: a run always has a place.
     """
-    found = bound
-    if load.kv_tokens and load.context_tokens:
-        found = min(found, load.kv_tokens / load.context_tokens)
-    if load.sampled_per_second and load.demanded_per_second:
-        found = min(found, load.sampled_per_second / load.demanded_per_second)
-    return max(1.0, found)
+    found = Capacity(bound)
+    if load.kv_tokens and load.context_tokens and load.kv_tokens / load.context_tokens < found.runs:
+        found = Capacity(load.kv_tokens / load.context_tokens, Limit.CACHE)
+    if load.useful_calls and load.calls_per_run and load.useful_calls / load.calls_per_run < found.runs:
+        found = Capacity(load.useful_calls / load.calls_per_run, Limit.SPEED)
+    return replace(found, runs=max(1.0, found.runs))
 
 
 def rollout_left(ages: Sequence[float], durations: Sequence[float], *, waiting: int = 0, slots: float = 1.0) -> float:

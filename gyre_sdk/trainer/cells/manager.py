@@ -23,7 +23,7 @@ from gyre_sdk.errors import ServiceError, TrainerError
 from gyre_sdk.events import CellMoved, CellsSeen, SwitchMeasured
 from gyre_sdk.harness.hooks import unobserved
 from gyre_sdk.harness.ports import Clock, Observer
-from gyre_sdk.trainer.cells.capacity import Costs, Counters, Load, carried
+from gyre_sdk.trainer.cells.capacity import Capacity, Costs, Counters, Load, carried
 from gyre_sdk.trainer.cells.health import Health
 from gyre_sdk.trainer.cells.observe import observed
 from gyre_sdk.trainer.cells.plan import Action, Move, Observation, Policy, plan
@@ -111,6 +111,8 @@ class Manager:
         self._bound = runs_per_cell
         self._decide = decide
         self._load = load
+        self._carried = Capacity(runs_per_cell)
+        """What one serving cell was seen to carry."""
         self._observer = observer
         self._period_s = period_s
         self._clock = clock
@@ -122,7 +124,7 @@ class Manager:
         self._gathered = False
         self._failure: BaseException | None = None
         self._checked = self._told_at = 0.0
-        self._told: tuple[int, ...] = ()
+        self._told: tuple[object, ...] = ()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cells", daemon=True)
 
@@ -205,21 +207,19 @@ class Manager:
             join = progress.pull_s + progress.push_s
             if join != self.costs.join.value:
                 self.costs = replace(self.costs, join=replace(self.costs.join, value=join, measured=True))
-        capacity = carried(self._load(), self._bound)
-        return observed(list(self.states().values()), counters, progress, self.costs, capacity=capacity)
+        self._carried = carried(self._load(), self._bound)
+        return observed(list(self.states().values()), counters, progress, self.costs, capacity=self._carried.runs)
 
     def _tell(self, seen: Observation) -> None:
         """Tell observers what was seen, when it has changed."""
         now = self._clock.monotonic()
-        told = (seen.water, seen.serving, seen.training, seen.moving, round(seen.ready_s))
+        limit = str(self._carried.limit)
+        told = (seen.water, seen.serving, seen.training, seen.moving, round(seen.ready_s), limit)
         if told != self._told and now - self._told_at >= _CHECK_S:
             self._told, self._told_at = told, now
-            capacity = seen.serving * seen.cell_capacity
-            self._observer(
-                CellsSeen(
-                    self._clock.time(), seen.water, capacity, seen.serving, seen.training, seen.moving, seen.ready_s
-                )
-            )
+            at, capacity = self._clock.time(), seen.serving * seen.cell_capacity
+            cells = (seen.serving, seen.training, seen.moving)
+            self._observer(CellsSeen(at, seen.water, capacity, *cells, seen.ready_s, limit))
 
     # -- moving --------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from cells_kit import Batch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gyre_sdk.trainer.cells.capacity import Average, Costs, Counters, Load, carried, rollout_left
+from gyre_sdk.trainer.cells.capacity import Average, Capacity, Costs, Counters, Limit, Load, carried, rollout_left
 from gyre_sdk.trainer.cells.observe import observed
 from gyre_sdk.trainer.cells.plan import Policy, plan
 from gyre_sdk.trainer.cells.state import CellState
@@ -23,25 +23,26 @@ seconds = st.floats(0, 1e5)
 
 @given(loads, st.floats(1, 1000), st.floats(1, 10))
 def test_a_cell_carries_the_least_of_what_is_known(load: Load, bound: float, factor: float) -> None:
-    found = carried(load, bound)
+    found = carried(load, bound).runs
     assert 1 <= found <= bound
     limits = [bound]
     if load.kv_tokens and load.context_tokens:
         limits.append(load.kv_tokens / load.context_tokens)
-    if load.sampled_per_second and load.demanded_per_second:
-        limits.append(load.sampled_per_second / load.demanded_per_second)
+    if load.useful_calls and load.calls_per_run:
+        limits.append(load.useful_calls / load.calls_per_run)
     assert found == max(1, min(limits))
     if load.context_tokens is not None:
-        assert carried(replace(load, context_tokens=load.context_tokens * factor), bound) <= found
+        assert carried(replace(load, context_tokens=load.context_tokens * factor), bound).runs <= found
 
 
 def test_capacity_in_numbers() -> None:
-    """600k tokens of cache hold 20 contexts of 30k; 2,000 tokens a second serve 40 runs that sample 50."""
-    load = Load(600_000, 30_000, 2000, 50)
-    assert carried(load, 64) == 20
-    assert carried(replace(load, kv_tokens=None), 64) == 40
-    assert carried(Load(), 64) == 64
-    assert carried(replace(load, kv_tokens=1000), 64) == 1
+    """600k tokens of cache hold 20 contexts of 30k; 16 requests at a time are those of 40 runs that have 0.4 each."""
+    load = Load(600_000, 30_000, 16, 0.4)
+    assert carried(load, 64) == Capacity(20, Limit.CACHE)
+    assert carried(replace(load, kv_tokens=None), 64) == Capacity(40, Limit.SPEED)
+    assert carried(replace(load, kv_tokens=None, useful_calls=None), 64) == Capacity(64, Limit.SETTINGS)
+    assert carried(replace(load, kv_tokens=None, calls_per_run=0.0), 64) == carried(Load(), 64) == Capacity(64)
+    assert carried(replace(load, kv_tokens=1000), 64) == Capacity(1, Limit.CACHE)
 
 
 def test_what_is_left_in_numbers() -> None:

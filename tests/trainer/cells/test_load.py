@@ -93,7 +93,7 @@ def test_contexts_of_live_runs_bound_what_a_cell_carries(tmp_path: Path, replica
         assert meter().context_tokens is None, "it looks again after a while only"
         clock.at += 60
         assert meter().context_tokens == 15
-        assert carried(meter(), 1000) == pytest.approx(8192 / 15)
+        assert carried(meter(), 1000).runs == pytest.approx(8192 / 15)
         second.end(1.0)
         first.turn([USER], says("two"), tokens=7)  # 10 + 3 + 7
         clock.at += 60

@@ -12,6 +12,7 @@ from cells_kit import Fleet, Forced, Hand, check_calls, converse, converse_all, 
 from training_kit import make_model
 
 from gyre_sdk.events import CellMoved, ProcessRestarted, SwitchMeasured
+from gyre_sdk.trainer.cells.rates import RateMeter
 from gyre_sdk.trainer.transports import Replica
 
 RUNS, CALLS, TOKENS, LONG = 6, 10, 16, 256
@@ -46,6 +47,11 @@ def test_agents_do_not_notice_switches(served: Fleet) -> None:
         while not ended.wait(0.3):
             versions.add(served.publisher.publish(policy, step=len(versions)))
 
+    def measure() -> None:
+        while not ended.wait(0.5):
+            rates.beat()
+        rates.stop()
+
     def moved() -> int:
         return sum(event.moved for event in served.events if isinstance(event, SwitchMeasured))
 
@@ -60,7 +66,7 @@ def test_agents_do_not_notice_switches(served: Fleet) -> None:
             assert enough.wait(BOUND_S)
 
     forced = Forced([2, -1, 1, -2], live=lambda: not ended.is_set())
-    hand = Hand("cell-1", "cell-2")
+    hand, rates = Hand("cell-1", "cell-2"), RateMeter(lambda: served.urls)
     publishing = threading.Thread(target=publish)
     with served.manager(served.cells(), hand, decide=forced, drain_s=0.0):
         watching = threading.Thread(
@@ -69,7 +75,12 @@ def test_agents_do_not_notice_switches(served: Fleet) -> None:
                 enough.set(),
             )
         )
-        others = [publishing, watching, *(threading.Thread(target=ask_long) for _ in range(2))]
+        others = [
+            publishing,
+            watching,
+            threading.Thread(target=measure),
+            *(threading.Thread(target=ask_long) for _ in range(2)),
+        ]
         for thread in others:
             thread.start()
         try:
@@ -91,6 +102,7 @@ def test_agents_do_not_notice_switches(served: Fleet) -> None:
     measured = [event for event in served.events if isinstance(event, SwitchMeasured)]
     assert len(measured) >= SWITCHES
     assert set(served.states().values()) == {"serving"}
+    assert any(level.rate > 0 for _, level in rates.rates.levels)
     for url in served.urls:
         with Replica(url, 0) as replica:
             assert not replica.is_paused() and replica.version() == str(served.publisher.current.version)

@@ -1,0 +1,119 @@
+"""How fast replicas sample with how many requests: asked again and again, in a thread of its own."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import httpx
+
+from gyre_sdk.harness.ports import Clock
+from gyre_sdk.trainer.cells.knee import Rates
+
+__all__ = ["RateMeter", "Reading", "reading"]
+
+_PERIOD_S = 2.0
+"""Seconds between two looks."""
+_LONGEST_S = 10.0
+"""Seconds after which two readings tell nothing about what was in between."""
+_TIMEOUT_S = 2.0
+_ASKED = 32
+"""Replicas that are asked at most; all are alike."""
+_SAMPLE = re.compile(
+    r"^vllm:(generation_tokens_total|num_requests_running|num_requests_waiting)(?:\{.*\})? (\S+)$", re.MULTILINE
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a replica said of itself."""
+
+    at: float
+    """Seconds of the clock."""
+    sampled: float
+    """Tokens since it started."""
+    calls: float
+    """Requests that it has, running and waiting."""
+
+
+def reading(metrics: str, at: float) -> Reading | None:
+    """Return what a replica's `/metrics` say, summed over its engines; None where they do not."""
+    sums: dict[str, float] = {}
+    for name, text in _SAMPLE.findall(metrics):
+        try:
+            sums[name] = sums.get(name, 0.0) + float(text)
+        except ValueError:
+            return None
+    if len(sums) < 3:
+        return None
+    return Reading(at, sums["generation_tokens_total"], sums["num_requests_running"] + sums["num_requests_waiting"])
+
+
+def between(one: Reading, other: Reading) -> tuple[float, float] | None:
+    """Return the requests and the tokens per second between two readings of a replica.
+
+    None where they tell nothing: it had no requests, was started anew, or was not asked for a while.
+    """
+    seconds, sampled = other.at - one.at, other.sampled - one.sampled
+    if not 0 < seconds <= _LONGEST_S or sampled < 0 or not (one.calls and other.calls):
+        return None
+    return (one.calls + other.calls) / 2, sampled / seconds
+
+
+class RateMeter:
+    """Looks at replicas every two seconds until it is stopped."""
+
+    def __init__(self, urls: Callable[[], Sequence[str]], clock: Clock = time) -> None:
+        """`urls`: of the replicas, those that take no requests now among them."""
+        self.rates = Rates()
+        """What was seen so far."""
+        self.calls: float | None = None
+        """Requests that all replicas had at the last look; None where none says."""
+        self.busiest = 0.0
+        """Requests that one replica had at most at the last look."""
+        self._urls = urls
+        self._clock = clock
+        self._before: dict[str, Reading] = {}
+        self._http = httpx.Client(timeout=_TIMEOUT_S, trust_env=False)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rates of replicas", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._http.close()
+
+    def beat(self) -> None:
+        """Look at each replica once."""
+        urls = list(self._urls())
+        found: dict[str, Reading] = {}
+        for url in urls[:_ASKED]:
+            if self._stopping.is_set():
+                return
+            try:
+                page = self._http.get(f"{url}/metrics").text
+            except httpx.HTTPError:
+                continue
+            said = reading(page, self._clock.monotonic())
+            if said is not None:
+                found[url] = said
+        for url, said in found.items():
+            seen = between(self._before[url], said) if url in self._before else None
+            if seen is not None:
+                self.rates = self.rates.after(*seen)
+        self._before = found
+        self.busiest = max((said.calls for said in found.values()), default=0.0)
+        self.calls = len(urls) * sum(said.calls for said in found.values()) / len(found) if found else None
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_PERIOD_S):
+            self.beat()
