@@ -53,7 +53,7 @@ class Talk:
         return openai.AsyncOpenAI(base_url=self.access["base_url"], **{**self.key, **more})
 
     def anthropic(self, **more: Any) -> anthropic.Anthropic:
-        return anthropic.Anthropic(base_url=self.proxy.url, **{**self.key, **more})
+        return anthropic.Anthropic(base_url=self.access["anthropic_base_url"], **{**self.key, **more})
 
     def async_anthropic(self, **more: Any) -> anthropic.AsyncAnthropic:
         return anthropic.AsyncAnthropic(base_url=self.proxy.url, **{**self.key, **more})

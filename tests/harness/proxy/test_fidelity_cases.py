@@ -222,6 +222,25 @@ def test_thinking_dropped_from_history(model: Path, tmp_path: Path, policy: Hist
             assert (last.prompt_ids, last.fork_reason) == (kept, None), form["name"]
 
 
+def test_history_policies_go_by_role(model: Path, tmp_path: Path) -> None:
+    """One service, one conversation, two policies: each lane's role decides, and what applied is on record."""
+    given = case("fidelity-thinking-dropped-from-history")
+    source, want = given["input"], given["expected"]["reasoning missing"]
+    script = [say(*source["turn_1"]["sampled_ids"]), say(*source["turn_2_sampled_ids"])] * 2
+    by_role = {"reviewer": HistoryPolicy.AS_TEMPLATE}
+    with scripted(model, tmp_path, source["toy"]["pieces"], *script, histories=by_role) as (proxy, engine):
+        for role, policy in (("subagent", HistoryPolicy.BRIDGE), ("reviewer", HistoryPolicy.AS_TEMPLATE)):
+            run = proxy.run()["run"]
+            lane = proxy.lane(run, role=role)
+            ask(proxy, lane, *source["turn_1"]["messages"])
+            last = [source["turn_2_forms"][0]["assistant"], source["turn_2_last_message"]]
+            ask(proxy, lane, *source["turn_1"]["messages"], *last)
+            assert proxy.calls(run)[1].prompt_ids == want[f"history = {policy}"]["turn_2_prompt_ids"]
+            with proxy.journal() as journal:
+                assert [item.request["history"] for item in journal.exchanges(run)] == [policy, policy]
+        check_path(proxy.calls(), engine)
+
+
 def test_tool_arguments_rewritten(model: Path, tmp_path: Path) -> None:
     """fidelity-tool-arguments-rewritten: equal JSON is the same call, anything else is the agent's own."""
     given = case("fidelity-tool-arguments-rewritten")

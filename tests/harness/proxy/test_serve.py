@@ -15,7 +15,8 @@ from proxy_engine import ScriptedEngine, say
 from proxy_kit import Proxy, ProxyProcess
 
 from gyre_sdk.errors import SettingsError
-from gyre_sdk.harness.proxy.server.main import main
+from gyre_sdk.harness.proxy.server import HistoryPolicy
+from gyre_sdk.harness.proxy.server.main import main, read_histories
 from gyre_sdk.harness.proxy.server.specs import read_specs
 
 ASK = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -154,6 +155,19 @@ def test_specs_are_told_apart(model: Path, tmp_path: Path) -> None:
 def test_wrong_specs_say_what_is_right(specs: list[str], what: str) -> None:
     with pytest.raises(SettingsError, match=what):
         read_specs(specs, [], None)
+
+
+def test_history_policies_are_given_by_role() -> None:
+    given = read_histories(["main-summary=as_template", "bridge", "side=bridge", "side=as_template"])
+    assert given == {
+        "": HistoryPolicy.BRIDGE,
+        "main-summary": HistoryPolicy.AS_TEMPLATE,
+        "side": HistoryPolicy.AS_TEMPLATE,
+    }
+    assert read_histories([]) == {}
+    for wrong in ("template", "side=", "as_template=side", ""):
+        with pytest.raises(SettingsError, match="must be bridge or as_template"):
+            read_histories([wrong])
 
 
 def test_two_policies_are_refused(model: Path, tmp_path: Path) -> None:

@@ -341,7 +341,8 @@ class Control:
         return await read_struct(request, kind, self._services.settings.max_body)
 
     def _access(self, lane: LaneId, key: str) -> dict[str, str]:
-        return {"lane": lane, "api_key": key, "base_url": f"{self.url}/v1"}
+        """Return what an agent needs: a key, and a base URL for OpenAI's clients and one for Anthropic's."""
+        return {"lane": lane, "api_key": key, "base_url": f"{self.url}/v1", "anthropic_base_url": self.url}
 
     def guarded(self, handler: Handler) -> Handler:
         """Make a handler ask for the service key."""

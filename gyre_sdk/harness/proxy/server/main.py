@@ -118,6 +118,7 @@ def _settings(options: argparse.Namespace, models: Models) -> ProxySettings:
         raise SettingsError(f"--workers is {options.workers}; it must be at least 1")
     if options.classifier:
         load_classifier(options.classifier)
+    histories = read_histories(options.history)
     store = store_file(options.store)
     try:
         store.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +131,8 @@ def _settings(options: argparse.Namespace, models: Models) -> ProxySettings:
         renderer=options.renderer,
         sampling=SamplingPolicy(options.sampling),
         renderer_options=dict(_option(text) for text in options.renderer_option),
-        history=HistoryPolicy(options.history),
+        history=histories.pop("", HistoryPolicy.BRIDGE),
+        histories=histories,
         host=options.host,
         port=options.port,
         public_url=options.public_url,
@@ -177,6 +179,23 @@ def _make_key(path: Path) -> None:
         fresh.unlink()
 
 
+def read_histories(texts: Sequence[str]) -> dict[str, HistoryPolicy]:
+    """Return the history policies that `--history` gives, by role; the one of all other roles under an empty name.
+
+    Raises:
+        SettingsError: one is unknown.
+    """
+    found = {}
+    for text in texts:
+        role, _, policy = text.rpartition("=")
+        try:
+            found[role] = HistoryPolicy(policy)
+        except ValueError:
+            known = " or ".join(HistoryPolicy)
+            raise SettingsError(f"--history {text!r} must be {known}, for one role ROLE={policy or 'POLICY'}") from None
+    return found
+
+
 def _option(text: str) -> tuple[str, Any]:
     name, mark, value = text.partition("=")
     if not mark:
@@ -216,8 +235,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokenizer", type=Path, metavar="FOLDER", help="the policy's tokenizer, where replicas do not tell it")
     add("--renderer", default="auto", help="family in the `renderers` package, `template`, or `auto` (default)")
     add("--renderer-option", action="append", default=[], metavar="NAME=VALUE", help="of the renderer; repeatable")
-    policies = [policy.value for policy in HistoryPolicy]
-    add("--history", choices=policies, default="bridge", help="what a recorded turn becomes in the next prompt")
+    does = "what a recorded turn becomes in the next prompt: bridge (default) or as_template; repeatable"
+    add("--history", action="append", default=[], metavar="[ROLE=]POLICY", help=does)
     policies = [policy.value for policy in SamplingPolicy]
     add("--sampling", choices=policies, default="untrained", help="calls of groups that a trainer cannot reproduce")
     add("--max-tokens", type=int, default=1024, help="for requests that give no limit (1024)")

@@ -23,8 +23,9 @@ _STRUCTS = (
 )  # fmt: skip
 _TEXT: Schema = {"type": "string"}
 _COUNT: Schema = {"type": "integer", "minimum": 0}
-_ACCESS = open_object({"lane": _TEXT, "api_key": _TEXT, "base_url": _TEXT}, ("lane", "api_key", "base_url"))
-_RUN = open_object({"run": _TEXT, "version": {"type": "integer"}, **_ACCESS["properties"]}, ("run", "api_key"))
+_GIVEN = ("lane", "api_key", "base_url", "anthropic_base_url")
+_ACCESS = open_object(dict.fromkeys(_GIVEN, _TEXT), _GIVEN)
+_RUN = open_object({"run": _TEXT, "version": {"type": "integer"}, **_ACCESS["properties"]}, ("run", "version", *_GIVEN))
 _USED = open_object({"calls": _COUNT, "sampled_tokens": _COUNT}, ("calls", "sampled_tokens"))
 _ENDED = open_object({"status": {"enum": [status.value for status in RunStatus]}}, ("status",))
 _VERSION = open_object({"version": {"type": "integer"}}, ("version",))
