@@ -100,6 +100,23 @@ def test_every_protocol_gets_its_own_form_of_the_answer(proxy: Proxy, upstream: 
         assert (call.prompt_ids, call.sampled_ids, call.logprobs, call.versions) == ([], [], [], [])
 
 
+def test_a_prefill_is_passed_on(proxy: Proxy, upstream: hosted_kit.Scripted) -> None:
+    """As the assistant's last message; the record and the next request hold it with the answer, the agent gets the rest."""
+    upstream.plays += [{"deltas": [{"content": " world"}]}, {"deltas": [{"content": "yes"}]}]
+    access = proxy.run()
+    headers = {"Authorization": f"Bearer {access['api_key']}"}
+    asked = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello"}]
+    body = {"model": MODEL, "max_tokens": 9, "messages": asked}
+    for retry in ("0", "1"):
+        sent = proxy.http.post("/v1/messages", json=body, headers={**headers, "x-stainless-retry-count": retry})
+        assert sent.json()["content"] == [{"type": "text", "text": " world"}]
+    more = [asked[0], {"role": "assistant", "content": "Hello world"}, {"role": "user", "content": "go"}]
+    assert proxy.http.post("/v1/messages", json={**body, "messages": more}, headers=headers).status_code == 200
+    first, second = proxy.calls(access["run"])
+    assert upstream.requests[0]["messages"] == asked
+    assert answer_of(proxy, first.call).content == "Hello world" and second.parent == first.call
+
+
 @pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
 def test_streams_are_live_before_the_provider_ends(proxy: Proxy, upstream: hosted_kit.Scripted, path: str) -> None:
     upstream.plays.append({"deltas": [{"content": "first"}, {"content": " second"}], "hold": True})

@@ -82,7 +82,7 @@ def test_sampling_and_fields() -> None:
         ({"messages": [{"role": "system", "content": []}]}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ({"messages": [USER, {"role": "assistant", "content": "Sure"}]}, "messages"),
+        ({"messages": [USER, {"role": "assistant", "content": "Sure "}]}, "messages"),
         ({"temperature": 1.5}, "temperature"),
         ({"top_k": -1}, "top_k"),
         ({"stop_sequences": [1]}, "stop_sequences"),
@@ -284,10 +284,10 @@ def test_errors(status: int, sent: int, kind: str, raised: type[anthropic.APISta
 
 
 def test_count_tokens() -> None:
-    """A count has the messages of its request, without a limit, and also where an answer has begun."""
+    """A count has the messages of its request, without a limit, and the text that an answer would continue."""
     body = {"model": "policy", "system": "Be brief.", "messages": [USER, {"role": "assistant", "content": "Sure"}]}
     request = parse_count(json.dumps(body).encode())
-    assert [item.role for item in request.messages] == ["system", "user", "assistant"]
+    assert ([item.role for item in request.messages], request.prefill) == (["system", "user"], "Sure")
     wire = Wire()
     wire.chunks, wire.kind = [count_body(12)], "application/json"
     assert wire.client().messages.count_tokens(model="policy", messages=[]).input_tokens == 12

@@ -47,6 +47,10 @@ class Trimmed:
         self._begun = self._continued = False
         self._space: list[str] = []
 
+    def resume(self) -> None:
+        """Go on with text that was said before: white space at its start counts."""
+        self._begun = True
+
     def put(self, text: str) -> None:
         """Add text; white space waits until something follows it."""
         if not self._begun:

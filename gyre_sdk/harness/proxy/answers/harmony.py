@@ -26,15 +26,18 @@ class HarmonyScanner:
         calls: whether messages to tools are calls; else they are text.
         name: of the answer, for the ids of tool calls.
         parallel: whether tool calls after the first are kept.
+        begun: whether the prompt holds the start of a message to the user.
     """
 
-    def __init__(self, out: Deltas, *, calls: bool, name: str, parallel: bool) -> None:
+    def __init__(self, out: Deltas, *, calls: bool, name: str, parallel: bool, begun: bool = False) -> None:
         self._out, self._named, self._name, self._parallel = out, calls, name, parallel
         self._reasoning, self._content = Trimmed(Part.REASONING, out), Trimmed(Part.CONTENT, out)
         self._text = ""
-        self._header = self._first = True
+        self._header = self._first = not begun
         self._part = Part.CONTENT
         self._calls = 0
+        if begun:
+            self._content.resume()
 
     def feed(self, text: str) -> None:
         """Read on."""

@@ -132,6 +132,7 @@ def make_parser(
     stops: Sequence[str],
     choice: ToolChoice,
     parallel: bool,
+    begun: bool = False,
 ) -> AnswerParser:
     """Return a parser for one answer.
 
@@ -144,12 +145,13 @@ def make_parser(
         stops: stop strings that the engine looks for.
         choice: with `NONE`, tool calls stay text.
         parallel: False keeps the first tool call only.
+        begun: whether the prompt holds the start of the answer's text.
     """
     pieces = pieces_of(tokenizer)
     deltas = Deltas()
     scanner: Scanner | HarmonyScanner
     if format.body is BodyKind.CHANNELS:
-        scanner = HarmonyScanner(deltas, calls=choice is not ToolChoice.NONE, name=name, parallel=parallel)
+        scanner = HarmonyScanner(deltas, calls=choice is not ToolChoice.NONE, name=name, parallel=parallel, begun=begun)
     else:
         scanner = Scanner(
             deltas,
@@ -158,7 +160,8 @@ def make_parser(
             reader_of(format, tools),
             wrap=format.wrap,
             bare=format.bare and bool(tools),
-            thinking=thinking_after(tokenizer, format, prompt_tail) is Thinking.OPEN,
+            thinking=not begun and thinking_after(tokenizer, format, prompt_tail) is Thinking.OPEN,
+            begun=begun,
             name=name,
             parallel=parallel,
         )

@@ -29,6 +29,7 @@ class Scanner:
         wrap: tuple[str, ...] = (),
         bare: bool = False,
         thinking: bool,
+        begun: bool = False,
         name: str,
         parallel: bool,
     ) -> None:
@@ -42,6 +43,7 @@ class Scanner:
             wrap: tags around all blocks, left out of the text.
             bare: whether an answer that begins with a brace is a block without tags.
             thinking: whether the prompt opened reasoning.
+            begun: whether the prompt holds the start of the answer's text.
             name: of the answer, for the ids of tool calls.
             parallel: whether tool calls after the first are kept.
         """
@@ -52,6 +54,9 @@ class Scanner:
         self._text = ""
         self._draft: list[str] = []
         self._read: Callable[[], bool] = self._read_reasoning if thinking else self._read_start
+        if begun:
+            self._read = self._read_content
+            self._content.resume()
         self._body: Body = body()
         self._block: list[str] = []
         self._calls = 0

@@ -93,6 +93,8 @@ class ModelRequest:
     """Whether the model is to think before it answers; None leaves that to the service."""
     prompts: tuple[str | tuple[int, ...], ...] = ()
     """For protocols without messages: texts or token ids to continue, as they are. `messages` is empty then."""
+    prefill: str = ""
+    """Text that the answer continues: the start of the model's own turn, after `messages`. Empty: it begins afresh."""
     continues: str | None = None
     """Name of the answer (`resp_...`) whose conversation `messages` continues; None when they are the whole of it."""
 
@@ -105,9 +107,9 @@ class Answer:
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
 
-    def message(self) -> Message:
-        """Return it as the assistant message that an agent will send back."""
-        return Message("assistant", self.content, self.reasoning, self.tool_calls)
+    def message(self, prefill: str = "") -> Message:
+        """Return it, behind the text that it continues, as the assistant message that an agent will send back."""
+        return Message("assistant", prefill + self.content, self.reasoning, self.tool_calls)
 
 
 class Part(StrEnum):
@@ -129,6 +131,11 @@ class Delta:
     text: str = ""
     call: ToolCall | None = None
     """With `CALL` only."""
+
+
+def answer_of(message: Message, prefill: str = "") -> Answer:
+    """Return the answer that a recorded message stands for: `Answer.message` turned back."""
+    return Answer(message.content.removeprefix(prefill), message.reasoning, message.tool_calls)
 
 
 def split_thinking(message: Message) -> tuple[str, str]:

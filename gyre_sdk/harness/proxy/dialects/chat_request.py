@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from gyre_sdk.harness.proxy.dialects.fields import (
     sampling,
     text,
 )
+from gyre_sdk.harness.proxy.dialects.prefill import take_prefill
 
 _REFUSED = (
     "best_of",
@@ -61,7 +63,7 @@ def parse_chat(body: bytes) -> ModelRequest:
     if candidates and not flag(fields, "logprobs"):
         refuse("top_logprobs needs logprobs to be true", "top_logprobs")
     parallel = fields.get("parallel_tool_calls")
-    return ModelRequest(
+    request = ModelRequest(
         dialect="chat",
         model=text(fields, "model"),
         messages=in_call_order([_message(message, at) for at, message in enumerate(messages)]),
@@ -80,6 +82,28 @@ def parse_chat(body: bytes) -> ModelRequest:
         structured=_structured(fields),
         thinking=_thinking(fields),
     )
+    return _begun(request) if flag(fields, "continue_final_message") else request
+
+
+def _begun(request: ModelRequest) -> ModelRequest:
+    """Return a request whose answer continues the message that it ends with, which is the assistant's."""
+    if request.fields.get("add_generation_prompt") is not False:
+        refuse(
+            "continue_final_message goes on with the last message and opens no new one: set add_generation_prompt to"
+            " false",
+            "add_generation_prompt",
+        )
+    if request.messages[-1].role != "assistant" or not request.messages[-1].content:
+        refuse(
+            "continue_final_message needs a last message of the assistant's with text; send one, or leave the field"
+            " out",
+            "continue_final_message",
+        )
+    thinks = request.thinking is True
+    before, said = take_prefill(
+        request.messages, request.tool_choice, thinking=thinks, about="chat_template_kwargs.enable_thinking"
+    )
+    return replace(request, messages=before, prefill=said)
 
 
 def _message(message: Any, at: int) -> Message:

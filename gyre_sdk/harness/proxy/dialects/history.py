@@ -139,8 +139,11 @@ class History:
         parent: str | None,
         shared: int,
         text: bytes = b"",
+        prefill: str = "",
     ) -> None:
         """Record a complete call; `messages` in the form that `match` gave, `text` the prompt's if it is worth keeping.
+
+        An answer that continues a prefill begins with it. An agent that sends the two as blocks sends the same answer.
 
         Raises:
             TreeError: the parent is not recorded or does not share that many tokens.
@@ -159,6 +162,8 @@ class History:
         for message in (*messages, answer):
             node = _descend(node, message)
         node.answers.append(record)
+        if prefill and node.parent is not None:
+            _apart(node.parent, node, answer, prefill)
         seen = self._last.setdefault(lane, {})
         seen.pop(key, None)
         seen[key] = tuple(messages)
@@ -295,6 +300,15 @@ def _descend(node: _Node, message: Message) -> _Node:
     node.newest = _Node(message, node, node.depth + 1, key)
     children.append(node.newest)
     return node.newest
+
+
+def _apart(above: _Node, node: _Node, answer: Message, prefill: str) -> None:
+    """Have an answer found also where a line feed joins it to its prefill, as blocks of text are joined."""
+    said = answer.content.removeprefix(prefill)
+    if said:
+        found = above.children.setdefault(identity(msgspec.structs.replace(answer, content=f"{prefill}\n{said}")), [])
+        if node not in found:
+            found.append(node)
 
 
 def _path(node: _Node | None) -> list[Message]:

@@ -9,6 +9,7 @@ Blocks become OpenAI's form, which templates know. A few rules are worth a word:
   none; `is_error` is recorded.
 * Blocks of an assistant message that hold nothing a model can be shown (redacted thinking, the work of a provider's
   own tools) are left out of the prompt but make the message another one: the agent's copy says more than was sampled.
+* A last message of the assistant's is the start of the answer (`ModelRequest.prefill`).
 * A billing header at the head of a system text changes with every request. It is recorded and never shown.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -32,6 +34,7 @@ from gyre_sdk.harness.proxy.dialects.fields import (
     text,
 )
 from gyre_sdk.harness.proxy.dialects.messages_input import arguments_of
+from gyre_sdk.harness.proxy.dialects.prefill import continuable, take_prefill
 
 _REFUSED = ("best_of", "use_beam_search", "prompt_logprobs", "echo", "n")
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
@@ -48,14 +51,7 @@ def parse_messages(body: bytes) -> ModelRequest:
     fields = decode_object(body)
     if fields.get("max_tokens") is None:
         refuse("max_tokens: this field is required", "max_tokens")
-    request = _request(fields)
-    if request.messages[-1].role == "assistant":
-        refuse(
-            "messages: the last one is the assistant's; this model cannot continue a message. End with a user message"
-            " that says how the answer should begin",
-            "messages",
-        )
-    return request
+    return _begun(_request(fields))
 
 
 def parse_count(body: bytes) -> ModelRequest:
@@ -64,7 +60,28 @@ def parse_count(body: bytes) -> ModelRequest:
     Raises:
         ProtocolError: with the field at fault.
     """
-    return _request(decode_object(body))
+    request = _request(decode_object(body))
+    *before, last = request.messages
+    return replace(request, messages=tuple(before), prefill=last.content) if before and continuable(last) else request
+
+
+def _begun(request: ModelRequest) -> ModelRequest:
+    """Return a request whose answer continues the assistant's message that it ends with, if it does."""
+    if request.messages[-1].role != "assistant":
+        return request
+    given = request.fields.get("thinking")
+    thinks = isinstance(given, dict) and given.get("type") not in (None, "disabled")
+    thinks = thinks and bool(request.messages[-1].content)
+    before, said = take_prefill(request.messages, request.tool_choice, thinking=thinks, about="thinking")
+    if said != said.rstrip():
+        refuse("messages: the last one is the assistant's and ends with white space; leave that out", "messages")
+    if said and request.structured is not None:
+        refuse(
+            "output_config.format: the last message has begun the answer, which a schema describes from its start; end"
+            " with a user message",
+            "output_config.format",
+        )
+    return replace(request, messages=before, prefill=said)
 
 
 def _request(fields: dict[str, Any]) -> ModelRequest:

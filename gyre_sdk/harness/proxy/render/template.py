@@ -16,6 +16,7 @@ from gyre_sdk.harness.proxy.dialects.canonical import Answer, Message, ToolCall,
 from gyre_sdk.harness.proxy.dialects.history import Ids
 from gyre_sdk.harness.proxy.render.difference import Difference, extend_ids
 from gyre_sdk.harness.proxy.render.families import family_bridge
+from gyre_sdk.harness.proxy.render.prefill import begun_turn
 
 _PARSED_PROMPT = 4096
 """Tokens at the end of a prompt that a parser is shown: they tell whether thinking was opened there."""
@@ -44,17 +45,32 @@ class Template:
         Raises:
             RenderError: the template cannot show these messages.
         """
-        try:
-            ids: list[int] = self.renderer.render_ids(
-                [_wire(message) for message in messages], tools=list(tools) or None, add_generation_prompt=True
-            )
-        except RenderError:
-            raise
-        except Exception as error:  # boundary: third-party templates raise whatever they like
-            raise RenderError(f"the model's template cannot show these messages: {error}") from error
+        ids = self._render([_wire(message) for message in messages], tools, opened=True)
         if not ids:
             raise RenderError("the messages render to no tokens")
         return ids
+
+    def begin(self, prompt: Ids, text: str, tools: Sequence[Mapping[str, Any]], *, after_tool: bool) -> Ids:
+        """Return the ids of a prompt whose last turn, the model's, begins with a text.
+
+        Args:
+            prompt: as `render` or `bridge` gave it: it ends with the opening of the model's turn.
+            text: what the model's turn begins with.
+            tools: as in the request.
+            after_tool: whether the last message is a tool's result.
+
+        Raises:
+            RenderError: the template cannot begin an answer with this text.
+        """
+        form = self.format
+        marks = [*(form.think or ()), *form.call, *form.wrap] if form is not None else []
+        found = next((mark for mark in marks if mark and mark in text), None)
+        if found is not None:
+            raise RenderError(
+                f"the assistant's last message holds {found!r}, which is how this model writes thinking or tool calls;"
+                " only text can be continued"
+            )
+        return begun_turn(self._render, self.text, prompt, text, tooled=bool(tools), after_tool=after_tool)
 
     def bridge(
         self,
@@ -94,6 +110,19 @@ class Template:
         except Exception as error:  # boundary: third-party templates raise whatever they like
             raise RenderError(f"the model's template cannot show these messages: {error}") from error
         return None if ids is None else np.concatenate([whole, np.asarray(ids, dtype=np.int32)])
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], opened: bool
+    ) -> list[int]:
+        try:
+            ids: list[int] = self.renderer.render_ids(
+                list(messages), tools=list(tools) or None, add_generation_prompt=opened
+            )
+        except RenderError:
+            raise
+        except Exception as error:  # boundary: third-party templates raise whatever they like
+            raise RenderError(f"the model's template cannot show these messages: {error}") from error
+        return ids
 
     def _extend(
         self,

@@ -308,7 +308,7 @@ class LiveCall(ModelCall):
             exchange,
             at=time.time(),
             finish=self.finish,
-            answer=self.answer.message() if self.answer is not None else None,
+            answer=self.answer.message(self.request.prefill) if self.answer is not None else None,
         )
         self._services.metrics.durable.observe(time.monotonic() - asked)
         if command.status is CallStatus.COMPLETE:

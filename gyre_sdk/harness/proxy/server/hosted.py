@@ -17,7 +17,7 @@ import msgspec
 
 from gyre_sdk.errors import GyreError, ProtocolError
 from gyre_sdk.harness.proxy.dialects import Answer, Choice, Delta, ModelRequest, TokenText
-from gyre_sdk.harness.proxy.dialects.canonical import Message
+from gyre_sdk.harness.proxy.dialects.canonical import Message, answer_of
 from gyre_sdk.harness.proxy.recorder import durable
 from gyre_sdk.harness.proxy.server.conduct import Services
 from gyre_sdk.harness.proxy.server.model_call import OPEN, ModelCall
@@ -126,7 +126,7 @@ class HostedCall(ModelCall):
     def restore(self, status: CallStatus, said: Message, finish: str) -> None:
         """Take a recorded end instead of running."""
         self._status = status
-        self._take_end(Answer(said.content, said.reasoning, said.tool_calls), finish, said.extra.get(PROVIDER) or {})
+        self._take_end(answer_of(said, self.request.prefill), finish, said.extra.get(PROVIDER) or {})
         self._deltas = whole_answer(self.answer or Answer())
 
     def cancel(self, message: str, code: str = "run_closed") -> None:
@@ -174,7 +174,7 @@ class HostedCall(ModelCall):
             asked = time.monotonic()
             await durable(self._services.journal.call_received(self.intent))
             self._services.metrics.durable.observe(time.monotonic() - asked)
-        messages = wire_messages(self.intent.messages)
+        messages = wire_messages(self.intent.messages, self.request.prefill)
         chunks = await self._listen(messages)
         if self._reading.finish is None:
             problem = f"{self._provider.model} broke off in the middle of its answer"
@@ -217,7 +217,7 @@ class HostedCall(ModelCall):
     async def _record(self, status: CallStatus, whole: dict[str, Any] | None, error: str | None = None) -> None:
         answer = None
         if whole is not None and self.answer is not None:
-            answer = msgspec.structs.replace(self.answer.message(), extra={PROVIDER: whole})
+            answer = msgspec.structs.replace(self.answer.message(self.request.prefill), extra={PROVIDER: whole})
         await durable(
             self._services.journal.call_ended(
                 self.intent.call,

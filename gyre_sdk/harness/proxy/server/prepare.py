@@ -12,12 +12,13 @@ import numpy as np
 
 from gyre_sdk.errors import ProtocolError, RenderError
 from gyre_sdk.harness.proxy.answers import Thinking, thinking_after
-from gyre_sdk.harness.proxy.dialects.canonical import Answer, Message, ModelRequest
+from gyre_sdk.harness.proxy.dialects.canonical import Answer, Message, ModelRequest, answer_of
 from gyre_sdk.harness.proxy.dialects.history import History, Match, Origin
 from gyre_sdk.harness.proxy.exchange import Exchange
 from gyre_sdk.harness.proxy.recorder import durable
 from gyre_sdk.harness.proxy.render import Ids, Template
 from gyre_sdk.harness.proxy.render.grammar import constrained, constraint
+from gyre_sdk.harness.proxy.server.begun import begun
 from gyre_sdk.harness.proxy.server.budgets import Prices, Spent, room
 from gyre_sdk.harness.proxy.server.conduct import LiveCall, Services
 from gyre_sdk.harness.proxy.server.hosted_turns import prepare_hosted, revive_hosted
@@ -66,6 +67,7 @@ async def prepare(
         request.fields,
         key.record.lane if lane is not key else "",
         tools if tools != (request.fields.get("tools") or []) else None,
+        prefill=request.prefill,
         retry_key=turn.key,
     )
     hosted = services.settings.hosted_model(request.model)
@@ -119,7 +121,7 @@ async def count_prompt(services: Services, lane: Lane, request: ModelRequest, si
     """
     hosted = services.settings.hosted_model(request.model)
     if hosted is not None:
-        return await Provider(hosted).count(wire_messages(request.messages), request.tools)
+        return await Provider(hosted).count(wire_messages(request.messages, request.prefill), request.tools)
     policy = services.settings.policy(lane.record.role)
     template = await _template(services, policy, request.thinking)
     lenient = policy is HistoryPolicy.BRIDGE
@@ -170,9 +172,10 @@ def track(run: RunState, call: ModelCall) -> None:
     sorter = run.sorters.get(call.intent.request.get("key_lane") or call.intent.lane)
 
     def complete(done: ModelCall) -> None:
-        intent = done.intent
+        intent, prefill = done.intent, done.request.prefill
+        answer = (done.answer or Answer()).message(prefill)
         if sorter is not None:
-            sorter.answered(intent.lane, intent.call, messages, (done.answer or Answer()).message())
+            sorter.answered(intent.lane, intent.call, messages, answer)
         policy = isinstance(done, LiveCall)
         run.charge(intent.lane, 0, 0 if policy else done.prompt_tokens, done.sampled, done.cost)
         history = run.history if policy else run.hosted_history
@@ -181,12 +184,13 @@ def track(run: RunState, call: ModelCall) -> None:
             intent.lane,
             done.request.tools,
             messages,
-            (done.answer or Answer()).message(),
+            answer,
             done.prompt if isinstance(done, LiveCall) else (),
             done.exchange.ids if isinstance(done, LiveCall) else (),
             intent.parent,
             intent.shared,
             done.prompt_text if isinstance(done, LiveCall) else b"",
+            prefill,
         )
 
     call.on_complete = complete
@@ -225,7 +229,7 @@ def revive(services: Services, request: ModelRequest, orphans: list[Orphan]) -> 
         call = LiveCall(services, request, intent, exchange, template, origin)
         if ended and orphan.answer is not None:
             said = msgspec.convert(orphan.answer, Message)
-            call.restore(Answer(said.content, said.reasoning, said.tool_calls), record.finish_reason or "stop")
+            call.restore(answer_of(said, request.prefill), record.finish_reason or "stop")
         turn.calls.append(call)
     turn.delivered = all(call.status is CallStatus.DELIVERED for call in turn.calls)
     turn.ready.set()
@@ -272,8 +276,17 @@ def _continue(
     history: History, template: Template, lane: str, request: ModelRequest, lenient: bool
 ) -> tuple[Match, Origin]:
     match = history.match(lane, request.tools, request.messages, lenient=lenient)
+    if request.prefill:
+        return match, _begun(history, template, lane, request, match)
     prompt = _prompt(template, request, match)
     return match, history.origin(lane, request.tools, request.messages, match, prompt)
+
+
+def _begun(history: History, template: Template, lane: str, request: ModelRequest, match: Match) -> Origin:
+    try:
+        return begun(history, template, lane, request, match, lambda: _prompt(template, request, match))
+    except RenderError as error:
+        raise ProtocolError(str(error), code="cannot_render", param="messages") from error
 
 
 def _verbatim(
@@ -374,4 +387,5 @@ def _grammar(request: ModelRequest, template: Template, prompt: Ids, longest: in
     if form is None or not constrained(request):
         return constraint(request, None, Thinking.FREE, longest)
     tail = prompt[-PROMPT_TAIL:].tolist()
-    return constraint(request, form, thinking_after(template.tokenizer, form, tail), longest)
+    begins = Thinking.OVER if request.prefill else thinking_after(template.tokenizer, form, tail)
+    return constraint(request, form, begins, longest)

@@ -90,9 +90,12 @@ def parameters(request: ModelRequest, max_tokens: int | None) -> dict[str, Any]:
     return asked
 
 
-def wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages in OpenAI's form. Earlier thinking stays out: providers take back their own signed form only."""
-    return [_wire(message) for message in messages]
+def wire_messages(messages: Sequence[Message], prefill: str = "") -> list[dict[str, Any]]:
+    """Return messages in OpenAI's form, a prefill as the assistant's last one: whether it is continued is the provider's.
+
+    Earlier thinking stays out: providers take back their own signed form only.
+    """
+    return [_wire(message) for message in (*messages, *([Message("assistant", prefill)] if prefill else ()))]
 
 
 class Reading:

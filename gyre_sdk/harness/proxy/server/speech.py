@@ -140,12 +140,13 @@ class Speech:
             stops=request.sampling.stop,
             choice=request.tool_choice,
             parallel=request.parallel_tool_calls,
+            begun=bool(request.prefill),
         )
 
     def _whole(self, ids: Sequence[int], final: bool) -> Answer:
         request = self._request
         try:
-            return self._template.parse(
+            answer = self._template.parse(
                 ids,
                 self._tail,
                 tools=request.tools,
@@ -154,9 +155,16 @@ class Speech:
                 choice=request.tool_choice,
                 parallel=request.parallel_tool_calls,
             )
+            return self._resumed(ids, answer) if request.prefill else answer
         except RenderError as error:
             log.warning("call c-%s: %s; the agent gets the plain text", self._name, error)
             return Answer(self._template.text(ids) if final else "")
+
+    def _resumed(self, ids: Sequence[int], answer: Answer) -> Answer:
+        """Return an answer that continues text, with the white space that it begins with."""
+        text = self._template.text(ids)
+        content = answer.content.lstrip()
+        return replace(answer, content=text[: len(text) - len(text.lstrip())] + content if content else "")
 
 
 def whole_answer(answer: Answer) -> list[Delta]:

@@ -55,6 +55,8 @@ class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whether a hosted model answers: there are no token ids then."""
     provider: dict[str, Any] | None = None
     """Of a hosted model: its name and what it is asked beside the messages."""
+    prefill: str = ""
+    """Text that the answer continues; the recorded answer begins with it."""
     retry_key: str = ""
     """Digest of its `Idempotency-Key`."""
 
@@ -340,6 +342,7 @@ class Registry:
                 call.sampled_ids,
                 call.parent,
                 call.shared,
+                prefill=request.prefill,
             )
         if call.status in OPEN or call.status in _ANSWERED:
             attempts = len(self._journal.attempts(call.call))
