@@ -36,12 +36,10 @@ from gyre_sdk.trainer.transports import Replica, Unready
 __all__ = ["Cell", "Manager"]
 
 Decide = Callable[[Observation, Policy], Sequence[Action]]
-
 _CHECK_S = 1.0
 """Seconds between looks at processes, and between reports of what was seen."""
 _RETRY_S = (0.5, 30.0)
 """Seconds before a failed cell is brought back the first time, and at most; they double."""
-
 _LOST = "its worker is not connected to the core any more"
 
 _log = logging.getLogger("gyre.trainer")
@@ -132,7 +130,8 @@ class Manager:
 
     def start(self) -> None:
         """Begin. The core does not compute before its cell has left serving."""
-        self._training.close_gate()
+        if not self._training.close_gate(self._patience.leave_s):
+            raise TrainerError("the core computes already: start the manager of cells before the first batch")
         self._watch()
         self._health.start()
         self._thread.start()
@@ -351,8 +350,10 @@ class Manager:
         """Tell whether a failed cell can come back: its replica answers, and its worker has ended or is known to wait."""
         if member.state is not CellState.FAILED or not self._health.answers(member.cell.url):
             return False
-        ended = member.worker != member.cell.worker_pid()
-        return not member.held or ended or member.cell.name in self._training.waiting()
+        if member.core:
+            return self._training.close_gate(0.0)
+        gone = not member.held or member.worker != member.cell.worker_pid()
+        return gone or member.cell.name in self._training.waiting()
 
     def _try_again(self, member: Member) -> None:
         try:

@@ -202,7 +202,7 @@ class Patience:
     join_s: float = 60.0
     """A satellite may take so long to join."""
     leave_s: float = 60.0
-    """A satellite may take so long to offer what it has and let go."""
+    """A satellite may take so long to offer what it has and let go, and the core to end the unit that it has in hand."""
     restore_s: float = 60.0
     """A replica may be unable to take weights for so long."""
 
@@ -261,7 +261,8 @@ def to_serving(
     switched = Switched()
     with switched.phase("leave"):
         if core:
-            training.close_gate()
+            if not training.close_gate(patience.leave_s):
+                raise PhaseFailed("leave", _busy(patience.leave_s))
         elif not training.dismiss(cell.name, patience.leave_s):
             raise PhaseFailed("leave", f"its worker did not let go within {patience.leave_s:g} s; see its log")
     enter(event)
@@ -279,3 +280,11 @@ def to_serving(
     switched.phases["weights"] = max(0.0, time.monotonic() - began - sum(phases.values()))
     enter(CellEvent.LOADED)
     return switched
+
+
+def _busy(seconds: float) -> str:
+    return (
+        f"the core still computes a unit after {seconds:g} s, and nobody can take that over; its cell serves again once the"
+        " unit has ended. If units take that long, raise cells.lease_s; if it hangs, end the training and run the same"
+        " command again: it resumes"
+    )

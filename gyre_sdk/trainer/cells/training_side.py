@@ -54,8 +54,8 @@ class TrainingSide(Protocol):
     def open_gate(self) -> None:
         """Let the core compute."""
 
-    def close_gate(self) -> None:
-        """Let the core compute no more; return when it does not."""
+    def close_gate(self, seconds: float) -> bool:
+        """Let the core compute no more; False: it has a unit in hand that did not end within `seconds`. The gate stays closed."""
 
     def admit(self, cell: str) -> None:
         """Let a satellite's worker join."""

@@ -203,12 +203,22 @@ class Core:
             self._batch.gate = True
             self._batch.changed.notify_all()
 
-    def close_gate(self) -> None:
-        """Let the core take no further unit; return when it has none in hand, and GPUs have the memory that those took."""
+    def close_gate(self, seconds: float | None = None) -> bool:
+        """Let the core take no further unit; return when it has none in hand, and GPUs have the memory that those took.
+
+        Args:
+            seconds: to wait for that at most; None: for ever.
+
+        Returns:
+            False when it still has a unit in hand. The gate is closed all the same. Nobody can take that unit over: what is
+            computed of it is in the core's own sums, where nothing can be taken out.
+        """
         with self._batch.changed:
             self._batch.gate = False
-            self._batch.changed.wait_for(lambda: not self._batch.computing)
+            if not self._batch.changed.wait_for(lambda: not self._batch.computing, seconds):
+                return False
         torch.cuda.empty_cache()  # weights, gradients and the optimizer's state stay; nothing happens without a GPU
+        return True
 
     def admit(self, cell: str) -> None:
         """Let a cell's worker join this batch and those that follow, now or when it dials in."""

@@ -79,8 +79,11 @@ class Hand:
     def open_gate(self) -> None:
         self.gate = True
 
-    def close_gate(self) -> None:
+    def close_gate(self, seconds: float) -> bool:
+        if "cell-0" in self.stuck:
+            return False
         self.gate = False
+        return True
 
     def admit(self, cell: str) -> None:
         if cell not in self.slow:

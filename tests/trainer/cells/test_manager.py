@@ -273,11 +273,27 @@ def test_a_worker_that_is_lost_keeps_its_cell_from_serving_until_it_is_back(toys
     world.check()
 
 
+def test_a_core_whose_unit_does_not_end_is_told_and_serves_once_it_has(toys: Toys) -> None:
+    """The others go on meanwhile, and nobody waits for it."""
+    world = World(toys)
+    world.tick(2)
+    world.hand.stuck = {"cell-0"}
+    assert world.tick(-2) == ["failed", "serving", "serving"]
+    state, reason = moves(toys.events, "cell-0")[-1]
+    assert state == "failed" and reason.startswith("leave: the core still computes a unit after 0 s")
+    assert "raise cells.lease_s" in reason
+    assert world.tick(1, seconds=60) == ["failed", "serving", "serving"], "no satellite trains without the core"
+    assert toys.replicas[0].paused and world.hand.gate
+    world.hand.stuck.clear()
+    assert world.tick() == ["serving"] * 3
+    world.check()
+
+
 def test_a_core_that_never_lets_go_does_not_hold_up_the_end(toys: Toys) -> None:
     world = World(toys)
     world.tick(1)
     let_go = threading.Event()
-    world.hand.close_gate = let_go.wait  # type: ignore[method-assign,assignment]
+    world.hand.close_gate = lambda seconds: let_go.wait()  # type: ignore[method-assign]
     world.manager.stop(0.2)
     assert world.manager.states()["cell-0"] == "training"
     let_go.set()

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -399,6 +400,31 @@ def test_a_core_that_waits_asks_whether_anything_can_come() -> None:
         with pytest.raises(TrainerError, match="the manager of cells ended"):
             list(core.deal(1, 0, TinyPolicy().model, some_units(random.Random(0))))
         assert core.progress().step == 0
+
+
+def test_the_gate_of_a_core_whose_unit_hangs_is_closed_within_a_bound() -> None:
+    """It takes no other unit when that one ends after all, and the whole batch once the gate is open again."""
+    taken: list[str] = []
+    hung, go_on = threading.Event(), threading.Event()
+
+    def train() -> None:
+        for units in core.deal(1, 0, TinyPolicy().model, [unit(0, 3), unit(1, 3)]):
+            taken.extend(one.id for one in units)
+            if taken and not hung.is_set():
+                hung.set()
+                assert go_on.wait(SECONDS)
+
+    with Core(key=KEY) as core, ThreadPoolExecutor(1) as pool:
+        trainer = pool.submit(train)
+        assert hung.wait(SECONDS)
+        assert not core.close_gate(0.01) and not core.close_gate(0.0)
+        go_on.set()
+        assert core.close_gate(SECONDS) and core.close_gate(0.0)
+        until(lambda: core.progress().ready_units == 1, "it has rested")
+        assert taken == ["u0"]
+        core.open_gate()
+        trainer.result(SECONDS)
+    assert taken == ["u0", "u1"]
 
 
 def test_a_sum_that_broke_ends_the_step() -> None:
