@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 import msgspec
+import uvloop
+
+from proxy.wires import Answer, Client, Post
 
 _OPENING = [
     {"role": "system", "content": "You repair small programs. Answer with one command."},
@@ -47,28 +50,43 @@ def headers_of(lane: Lane) -> dict[str, str]:
     return {"Authorization": f"Bearer {lane.key}", "Content-Type": "application/json"}
 
 
-async def drive(lanes: Sequence[Lane], connections: int, turns: int, brief: str = "") -> Load:
+def driven(lanes: Sequence[Lane], connections: int, turns: int, brief: str = "") -> Load:
     """Have `connections` agents work off the lanes, `turns` calls in each; `brief` lengthens the system message.
 
-    A call that fails is an error; its agent goes on with the next lane.
+    Each agent has a connection of its own. A call that fails is an error; its agent goes on with the next lane.
     """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_drive(lanes, connections, turns, brief))
+
+
+async def _drive(lanes: Sequence[Lane], connections: int, turns: int, brief: str) -> Load:
     load, waiting = Load(), list(lanes)
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
-    async with aiohttp.ClientSession(connector=connector) as session:
 
-        async def agent() -> None:
-            while waiting:
-                await converse(session, waiting.pop(), turns, load, brief)
+    async def agent() -> None:
+        client = Client()
+        while waiting:
+            await converse(client.post, waiting.pop(), turns, load, brief)
+        client.close()
 
-        began = time.perf_counter()
-        async with asyncio.TaskGroup() as group:
-            for _ in range(connections):
-                group.create_task(agent())
-        load.seconds = time.perf_counter() - began
+    began = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(connections):
+            group.create_task(agent())
+    load.seconds = time.perf_counter() - began
     return load
 
 
-async def converse(session: aiohttp.ClientSession, lane: Lane, turns: int, load: Load, brief: str = "") -> None:
+def over(session: aiohttp.ClientSession) -> Post:
+    """Return a `Post` over the connections of a session."""
+
+    async def post(url: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+        async with session.post(url, data=body, headers=headers) as answer:
+            return answer.status, await answer.read()
+
+    return post
+
+
+async def converse(post: Post, lane: Lane, turns: int, load: Load, brief: str = "") -> None:
     """Make the calls of one conversation, each with the history of those before."""
     system, user = _OPENING
     messages: list[dict[str, Any]] = [{"role": "system", "content": system["content"] + brief}, user]
@@ -77,13 +95,12 @@ async def converse(session: aiohttp.ClientSession, lane: Lane, turns: int, load:
         body = msgspec.json.encode({"model": "policy", "messages": messages, "temperature": 1.0})
         began = time.perf_counter()
         try:
-            async with session.post(f"{lane.base_url}/chat/completions", data=body, headers=headers) as answer:
-                said = await answer.read()
+            status, said = await post(f"{lane.base_url}/chat/completions", body, headers)
         except (aiohttp.ClientError, OSError) as error:
             load.errors.append(f"{type(error).__name__}: {error}")
             return
-        if answer.status != 200:
-            load.errors.append(f"HTTP {answer.status}: {said[:200].decode(errors='replace')}")
+        if status != 200:
+            load.errors.append(f"HTTP {status}: {said[:200].decode(errors='replace')}")
             return
         load.times.append(time.perf_counter() - began)
         message = msgspec.json.decode(said)["choices"][0]["message"]

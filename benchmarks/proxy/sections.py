@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 
 from proxy import systems
-from proxy.load import Lane, Load, converse, drive, headers_of, pause_engine, stream_gaps
+from proxy.load import Lane, Load, converse, driven, headers_of, over, pause_engine, stream_gaps
 from proxy.model import Model
 from proxy.systems import BOTH, OURS, WORKERS, System
 
@@ -59,7 +59,7 @@ def killed(running: Sequence[System], calls: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for system in running:
         lanes = system.open_lanes(calls // TURNS)
-        load = asyncio.run(drive(lanes, CONNECTIONS, TURNS))
+        load = driven(lanes, CONNECTIONS, TURNS)
         system.child.kill()
         found[system.name] = {"answered": len(load.times), "on_disk": system.stored(), "errors": load.errors[:3]}
     return found
@@ -115,7 +115,7 @@ def _round(system: System, lanes: int, brief: str, errors: list[str]) -> tuple[L
     """Drive one round; return what came of it and the CPU seconds of the system's processes."""
     opened = system.open_lanes(lanes)
     before = system.child.cpu()
-    load = asyncio.run(drive(opened, CONNECTIONS, TURNS, brief))
+    load = driven(opened, CONNECTIONS, TURNS, brief)
     used = system.child.cpu() - before
     errors += [f"{system.name}: {text}" for text in load.errors]
     if system.name in BOTH:
@@ -135,7 +135,7 @@ async def _serial(
         for _ in range(calls // TURNS):
             for name in names:
                 load = Load()
-                await converse(session, lanes[name].pop(), TURNS, load)
+                await converse(over(session), lanes[name].pop(), TURNS, load)
                 whole[name] += load.times
                 errors += [f"{name}: {text}" for text in load.errors]
         for kind, pause in (("ttft", 0), ("ttft_paced", 1)):
@@ -165,7 +165,7 @@ async def _crowd(lanes: Sequence[Lane], calls: int) -> Load:
             if open_ == len(lanes):
                 ready.set()
             await ready.wait()
-            await converse(session, lane, calls, load)
+            await converse(over(session), lane, calls, load)
 
     async with asyncio.TaskGroup() as group:
         for lane in lanes:

@@ -13,7 +13,7 @@ import json
 import sys
 from typing import Any
 
-from aiohttp import web
+from proxy.wires import Serving
 
 STREAMED = 64
 """Tokens, one per chunk, of the answers that the latency section streams."""
@@ -35,60 +35,38 @@ class Stub:
         self._answers: dict[tuple[int, bool, bool], bytes] = {}
         self.streamed_events = self._events(self._stretched(ids), 1)
 
-    def routes(self) -> list[web.RouteDef]:
-        """Return the routes."""
-        return [
-            web.post("/inference/v1/generate", self.generate),
-            web.post("/v1/chat/completions", self.chat),
-            web.put("/pause/{milliseconds}", self.set_pause),
-            web.get("/v1/models", self.models),
-            web.get("/health", self.health),
-        ]
+    async def answer(self, method: str, path: str, body: bytes, connection: Serving) -> None:
+        """Answer one request."""
+        if path == "/inference/v1/generate":
+            await self._generate(body, connection)
+        elif path == "/v1/chat/completions":
+            await self._chat(json.loads(body), connection)
+        elif path.startswith("/pause/") and method == "PUT":
+            self.pause = int(path.removeprefix("/pause/"))
+            connection.write(_whole(b""))
+        elif path == "/v1/models":
+            connection.write(_whole(b'{"object": "list", "data": [{"id": "policy", "object": "model"}]}'))
+        elif path == "/health":
+            connection.write(_whole(b""))
+        else:
+            connection.write(_whole(b'{"error": "no such path"}', "404 Not Found"))
 
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Stream ids."""
-        body = await request.read()
+    async def _generate(self, body: bytes, connection: Serving) -> None:
         sampling = json.loads(body)["sampling_params"] if len(body) < 1 << 16 else {}
         if sampling.get("max_tokens") == STREAMED:
-            return await self._stream(request, self.streamed_events, self.pause)
-        return await self._stream(request, self.events, 0)
+            await _stream(connection, self.streamed_events, self.pause)
+        else:
+            await _stream(connection, self.events, 0)
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        """Answer a chat completion."""
-        body = json.loads(await request.read())
+    async def _chat(self, body: dict[str, Any], connection: Serving) -> None:
         if body.get("stream"):
             ids = self._stretched(self.ids)
             texts = [self.pieces[at % (len(self.pieces) - 1)] for at in range(len(ids) - 1)] + [""]
-            return await self._stream(request, _chat_events(ids, texts, body), self.pause)
+            await _stream(connection, _chat_events(ids, texts, body), self.pause)
+            return
         prompt = sum(len(str(message.get("content"))) for message in body["messages"]) // 4
         wants_ids = bool(body.get("return_token_ids") or (body.get("extra_body") or {}).get("return_token_ids"))
-        return web.Response(
-            body=self._answer(prompt, wants_ids, bool(body.get("logprobs"))),
-            content_type="application/json",
-        )
-
-    async def set_pause(self, request: web.Request) -> web.Response:
-        """Set the milliseconds between chunks."""
-        self.pause = int(request.match_info["milliseconds"])
-        return web.Response()
-
-    async def models(self, request: web.Request) -> web.Response:
-        """List the one model."""
-        return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
-
-    async def health(self, request: web.Request) -> web.Response:
-        """Be well."""
-        return web.Response()
-
-    async def _stream(self, request: web.Request, events: list[bytes], pause: int) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for item in events:
-            await response.write(item)
-            if pause:
-                await asyncio.sleep(pause / 1000)
-        await response.write_eof(b"data: [DONE]\n\n")
-        return response
+        connection.write(_whole(self._answer(prompt, wants_ids, bool(body.get("logprobs")))))
 
     def _answer(self, prompt: int, wants_ids: bool, wants_logprobs: bool) -> bytes:
         key = (prompt, wants_ids, wants_logprobs)
@@ -149,13 +127,25 @@ def _chat_events(ids: list[int], texts: list[str], body: dict[str, Any]) -> list
     return events
 
 
+def _whole(body: bytes, status: str = "200 OK") -> bytes:
+    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+async def _stream(connection: Serving, events: list[bytes], pause: int) -> None:
+    """Send events, each by itself, `pause` milliseconds apart."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    for item in (*events, b"data: [DONE]\n\n"):
+        connection.write(head + b"%x\r\n%b\r\n" % (len(item), item))
+        head = b""
+        if pause:
+            await asyncio.sleep(pause / 1000)
+    connection.write(b"0\r\n\r\n")
+
+
 async def _serve(stub: Stub) -> None:
-    app = web.Application(client_max_size=1 << 30)
-    app.add_routes(stub.routes())
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0, backlog=2048).start()
-    print(json.dumps({"url": f"http://127.0.0.1:{runner.addresses[0][1]}"}), flush=True)
+    server = await asyncio.get_running_loop().create_server(lambda: Serving(stub.answer), "127.0.0.1", 0, backlog=2048)
+    print(json.dumps({"url": f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"}), flush=True)
     await asyncio.to_thread(sys.stdin.read)
 
 

@@ -96,9 +96,9 @@ def running(
 @contextmanager
 def stub(model: Model, chunk: int = 8) -> Iterator[str]:
     """Run the stub engine; give its address."""
-    command = [sys.executable, str(HERE / "stub.py"), "--chunk", str(chunk)]
+    command = [sys.executable, "-m", "proxy.stub", "--chunk", str(chunk)]
     ids, pieces = json.dumps(model.ids), json.dumps(model.pieces)
-    child = Child([*command, "--ids", ids, "--pieces", pieces], HERE)
+    child = Child([*command, "--ids", ids, "--pieces", pieces], HERE.parent)
     try:
         yield child.greeting["url"]
     finally:

@@ -8,8 +8,9 @@ A thread does the work. A process that lives in an event loop can have the loop 
 only the wait for the disk (`join_loop`; see `wal`): SQLite gives the interpreter's lock away at each statement, and a thread that
 has to win it back from a busy loop each time makes both slow. Writes asked for in the loop are futures of the loop.
 
-While many wait, the loop gathers their writes for a moment before each commit: a commit costs as much processor time as
-several writes. One that works alone never waits for others, and on a quick disk not for the thread either.
+A commit costs as much processor time as several writes. So the loop commits when it has nothing else to do, and a few milliseconds
+after the first write at the latest: what comes meanwhile shares the commit. One that works alone waits for nobody, and on a
+quick disk not for the thread either.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from gyre_sdk.journal.wal import WriteAheadLog
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 _MAX_BATCH = 512
-_CROWD = 8
-"""Writes in a commit from which on the next one waits for more of them."""
-_GATHER_SECONDS, _GATHERINGS = 0.001, 5
-""" ... for so long at a time, so often at most, and while more come."""
+_GATHER_SECONDS = 0.005
+"""How long a write may wait for others while the loop has other work."""
+_REST_SECONDS = 0.00005
+"""A turn of the loop that takes less had nothing to do."""
 _FEW, _QUICK_SECONDS, _MEMORY = 4, 0.0005, 8
 """The loop itself commits so few writes while commits take less than this, over the last so many: waking the thread and
 being woken by it takes as long as a quick disk."""
@@ -104,7 +105,6 @@ class Writer:
         self._home = 0
         self._pending: list[_Item] = []
         self._busy = False
-        self._crowded = False
         self._sync_seconds = 20 * _QUICK_SECONDS
         """What the disk took lately."""
         self._timer: asyncio.TimerHandle | None = None
@@ -173,7 +173,7 @@ class Writer:
             self._timer = None
         if not self._busy and self._pending and self._loop is not None:
             self._busy = True
-            self._loop.call_soon(self._pump)
+            self._gather()
 
     def _pump(self, turns: int = _TURNS) -> None:
         """Commit what has queued up. The thread waits for the disk, and does all of it where the loop cannot."""
@@ -188,7 +188,6 @@ class Writer:
                 return
             turns = 0
         batch, self._pending = _wanted(self._pending[:_MAX_BATCH]), self._pending[_MAX_BATCH:]
-        self._crowded = len(batch) >= _CROWD
         outcomes: _Outcomes | None = None
         if turns:
             try:
@@ -207,21 +206,24 @@ class Writer:
         _resolve(outcomes)
         if self._loop is not None and self._log.due:
             self._queue.put(_FOLD)
-        loop = self._loop
-        if loop is not None and self._crowded:
-            self._crowded = False
-            loop.call_later(_GATHER_SECONDS, self._gathered, len(self._pending), _GATHERINGS)
-        else:
-            self._gathered()
-
-    def _gathered(self, before: int = 0, left: int = 0) -> None:
-        """Go on with what is pending, or wait for more when some came since there were `before`."""
-        if self._loop is not None and left and len(self._pending) > before:
-            self._loop.call_later(_GATHER_SECONDS, self._gathered, len(self._pending), left - 1)
-        elif self._pending and self._loop is not None:
-            self._pump()
+        if self._pending and self._loop is not None:
+            self._gather()
         else:
             self._busy = False
+
+    def _gather(self) -> None:
+        """Commit once the loop has nothing else to do, or soon."""
+        if self._loop is not None:
+            now = time.perf_counter()
+            self._loop.call_soon(self._turned, now, now + _GATHER_SECONDS)
+
+    def _turned(self, before: float, until: float) -> None:
+        """See what the turn of the loop since `before` took."""
+        now = time.perf_counter()
+        if self._loop is not None and now < until and now - before > _REST_SECONDS:
+            self._loop.call_soon(self._turned, now, until)
+        else:
+            self._pump()
 
     # -- in the writer's thread --------------------------------------------------------------------------------------
 
