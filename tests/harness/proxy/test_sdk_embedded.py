@@ -55,6 +55,11 @@ def as_logged(proxy: Proxy, engine: Engine, count: int) -> None:
         assert call.logprobs == pytest.approx(line["logprobs"], abs=1e-6)
 
 
+def read_in(usage: Any) -> int:
+    """Return the tokens of a prompt as Anthropic tells them: cached ones are counted apart."""
+    return int(usage.input_tokens) + (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_protocol(proxy: Proxy, engine: Engine, stream: bool) -> None:
     """What it says is noise, and it comes back from the agent: the second turn continues the first."""
@@ -79,7 +84,7 @@ def test_every_protocol(proxy: Proxy, engine: Engine, stream: bool) -> None:
                 usage = parts.get_final_message().usage
         else:
             usage = second.messages.create(**more).usage
-    assert usage.input_tokens == counted.input_tokens
+    assert read_in(usage) == counted.input_tokens
     first = client.responses.create(model="policy", input="You run ls", max_output_tokens=12)
     client.responses.create(model="policy", input="go", max_output_tokens=12, previous_response_id=first.id)
     client.completions.create(model="policy", prompt="The answer is", max_tokens=4, stream=False)
@@ -87,6 +92,73 @@ def test_every_protocol(proxy: Proxy, engine: Engine, stream: bool) -> None:
     calls = proxy.calls()
     for above, below in ((0, 1), (3, 4)):
         assert (calls[below].parent, calls[below].fork_reason) == (calls[above].call, None)
+
+
+async def test_async_clients_and_every_stream(proxy: Proxy, engine: Engine) -> None:
+    """A lane for each kind of client: what it sees in whole and streamed is what its lane's calls have on record."""
+    access = proxy.run()
+    lanes = {
+        name: proxy.lane(access["run"], name=name, parent=access["lane"]) for name in ("chat", "messages", "responses")
+    }
+    seen: dict[str, list[tuple[int, int]]] = {name: [] for name in lanes}
+    body: dict[str, Any] = {"model": "policy", "max_tokens": 12}
+    key = {"api_key": lanes["chat"]["api_key"], "max_retries": 0}
+    async with openai.AsyncOpenAI(base_url=access["base_url"], **key) as chat:
+        usage = (await chat.chat.completions.create(messages=GO, tools=CHAT_TOOLS, **body)).usage
+        assert usage is not None
+        seen["chat"].append((usage.prompt_tokens, usage.completion_tokens))
+        options: Any = {"stream_options": {"include_usage": True}}
+        for stream in (
+            await chat.chat.completions.create(messages=GO, stream=True, **options, **body),
+            await chat.completions.create(prompt="The answer is", stream=True, **options, **body),
+        ):
+            last = [chunk async for chunk in stream][-1]
+            seen["chat"].append((last.usage.prompt_tokens, last.usage.completion_tokens))
+    key = {"api_key": lanes["responses"]["api_key"], "max_retries": 0}
+    async with openai.AsyncOpenAI(base_url=access["base_url"], **key) as other:
+        first = await other.responses.create(model="policy", input="Run ls", max_output_tokens=12)
+        more = {"input": "go", "previous_response_id": first.id}
+        async with other.responses.stream(model="policy", max_output_tokens=12, **more) as events:
+            async for _ in events:
+                pass
+        (last_call,) = [call for call in proxy.calls() if call.parent == f"c-{first.id.removeprefix('resp_')}"]
+        second = await other.responses.retrieve(f"resp_{last_call.call.removeprefix('c-')}")
+        seen["responses"] += [(item.usage.input_tokens, item.usage.output_tokens) for item in (first, second)]
+    key = {"api_key": lanes["messages"]["api_key"], "max_retries": 0}
+    async with anthropic.AsyncAnthropic(base_url=access["anthropic_base_url"], **key) as third:
+        whole = await third.messages.create(messages=GO, tools=MESSAGE_TOOLS, **body)
+        async with third.messages.stream(messages=GO, **body) as parts:
+            async for _ in parts:
+                pass
+            streamed = await parts.get_final_message()
+        seen["messages"] += [(read_in(item.usage), item.usage.output_tokens) for item in (whole, streamed)]
+    as_logged(proxy, engine, 7)
+    for name, lane in lanes.items():
+        calls = [call for call in proxy.calls() if call.lane == lane["lane"]]
+        assert [(len(call.prompt_ids), len(call.sampled_ids)) for call in calls] == seen[name]
+
+
+@pytest.mark.parametrize("provider", ["openai", "anthropic"])
+def test_litellm(proxy: Proxy, engine: Engine, provider: str) -> None:
+    """Whole, then streamed with the first answer in the history: one path."""
+    litellm = pytest.importorskip("litellm")
+    access = proxy.run()
+    base = access["base_url"] if provider == "openai" else access["anthropic_base_url"]
+    common: dict[str, Any] = {"model": f"{provider}/policy", "api_base": base, "api_key": access["api_key"]}
+    common |= {"max_tokens": 12, "tools": CHAT_TOOLS, "num_retries": 0}
+    answer = litellm.completion(messages=GO, **common)
+    said = answer.choices[0].message.model_dump(exclude_none=True)
+    messages = [*GO, said, {"role": "user", "content": "go on"}]
+    chunks = list(litellm.completion(messages=messages, stream=True, **common))
+    text = litellm.stream_chunk_builder(chunks).choices[0].message.content or ""
+    as_logged(proxy, engine, 2)
+    first, second = proxy.calls()
+    assert answer.usage.completion_tokens == len(first.sampled_ids)
+    assert (second.parent, second.fork_reason) == (first.call, None)
+    assert {call.lane for call in (first, second)} == {access["lane"]}
+    with proxy.journal() as journal:
+        recorded = journal.exchange(second.call)
+    assert recorded is not None and recorded.answer is not None and text == recorded.answer.get("content", "")
 
 
 @pytest.mark.parametrize("stream", [False, True])
