@@ -13,6 +13,8 @@ import httpx
 
 from gyre_sdk.errors import PublishError
 from gyre_sdk.trainer.agents.wire import READY
+from gyre_sdk.trainer.cells.launch import cluster
+from gyre_sdk.trainer.cells.settings import CellsConfig
 from gyre_sdk.trainer.config import TrainerConfig
 from gyre_sdk.trainer.engines import vllm
 from gyre_sdk.trainer.lingering import Linger
@@ -29,12 +31,19 @@ def cell_name(number: int) -> str:
     return f"cell-{number}"
 
 
+def cell_names(cells: CellsConfig) -> list[str]:
+    """Return what the cells are called, the core first."""
+    return [cell_name(number) for number in range(cells.count)]
+
+
 def process_names(config: TrainerConfig) -> set[str]:
-    """Return what the processes of a training on this machine are called."""
+    """Return what the processes are called that a training starts on this machine by itself."""
     names = {"agents", "proxy"}
     if config.cells is None:
         return names if config.engine.url is not None else names | {"engine"}
-    cells = [cell_name(number) for number in range(config.cells.count)] if config.cells.launcher == "local" else []
+    if config.cells.launcher == "ray":
+        return names | {cluster.NAME} if config.cells.ray_address is None else names
+    cells = cell_names(config.cells)
     return names | {f"{cell}-replica" for cell in cells} | {f"{cell}-worker" for cell in cells[1:]}
 
 

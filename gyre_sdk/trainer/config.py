@@ -307,8 +307,8 @@ class OutputConfig(msgspec.Struct, frozen=True):
 
     dir: Path
     linger_s: Annotated[float, msgspec.Meta(ge=0)] = 60.0
-    """Seconds that the processes of a training on this machine live on when `gyre-train` was killed: agents are served, and the
-    same command takes them over. 0: they end with it."""
+    """Seconds that the processes of a training, here and on a Ray cluster, live on when `gyre-train` was killed: agents are
+    served, and the same command takes them over. 0: they end with it."""
 
 
 class TrainerConfig(msgspec.Struct, frozen=True):

@@ -16,14 +16,15 @@ import socket
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from gyre_sdk.errors import TrainerError
-from gyre_sdk.trainer.leashed import STOP_TIMEOUT, Inheritance
+from gyre_sdk.trainer.leashed import STOP_TIMEOUT, Inheritance, Process
 from gyre_sdk.trainer.orphan import supported
 
-__all__ = ["Adopted", "Berth", "Linger", "Record"]
+__all__ = ["Adopted", "Berth", "Linger", "Mooring", "Record"]
 
 UNKNOWN = "an unknown status"
 """How a process ended that this one did not start."""
@@ -94,8 +95,29 @@ class Record(msgspec.Struct, frozen=True):
     port: int = 0
 
 
+class Mooring(Protocol):
+    """Where a child lingers, on this machine or another."""
+
+    @property
+    def specification(self) -> str:
+        """Digest of what is started."""
+
+    def board(self) -> tuple[Record, Process] | None:
+        """Take over what lingers here, whatever it is; None when nothing does.
+
+        Raises:
+            TrainerError: it cannot be had.
+        """
+
+    def ready(self, url: str, port: int) -> None:
+        """Note that the child is ready: only such a one is taken over."""
+
+    def clear(self) -> None:
+        """Leave nothing."""
+
+
 class Berth:
-    """The place of one child."""
+    """The place of one child on this machine."""
 
     def __init__(self, linger: Linger, name: str, specification: str, seconds: float) -> None:
         self.specification = specification

@@ -29,7 +29,7 @@ from gyre_sdk.errors import TrainerError
 from gyre_sdk.events import ProcessRestarted
 from gyre_sdk.harness.ports import Observer
 from gyre_sdk.trainer.leashed import Leashed, Process
-from gyre_sdk.trainer.lingering import Berth, Linger
+from gyre_sdk.trainer.lingering import Berth, Linger, Mooring
 
 RESTARTS = 5
 WINDOW = 60.0
@@ -114,8 +114,9 @@ class Child:
     """One supervised process. `begin` starts it, `wait` waits until it is ready, `stop` ends all that it started.
 
     Args:
-        start: starts the process that a spec says, with a port, or 0 for any, elsewhere than here; nothing lingers then.
+        start: starts the process that a spec says, with a port, or 0 for any, elsewhere than here.
         poll: seconds between two looks at it.
+        mooring: where one that was started elsewhere lingers; None: nowhere.
     """
 
     def __init__(
@@ -124,13 +125,14 @@ class Child:
         observer: Observer,
         start: Callable[[ChildSpec, int], Process] | None = None,
         poll: float = _POLL,
+        mooring: Mooring | None = None,
     ) -> None:
         self.spec = spec
         self.url = ""
         self.adopted = False
         """Whether the process was there before this one; known once it is ready, and false again once it has died."""
         self._start = start
-        self._berth: Berth | None = None
+        self._berth = mooring
         self._poll = poll
         self._observer = observer
         self._port = spec.port
@@ -184,10 +186,8 @@ class Child:
     def _supervise(self) -> None:
         deaths: deque[float] = deque(maxlen=RESTARTS)
         try:
-            if self.spec.linger is not None and self._start is None:
-                self._berth = self.spec.linger.berth(
-                    self.spec.name, self.spec.specification(), lingers=self.spec.lingers
-                )
+            if self._start is None:
+                self._start = self._start_here()
             if not self._take_over():
                 self._launch()
             self._started.set()
@@ -221,6 +221,13 @@ class Child:
             if self._berth is not None:
                 self._berth.clear()
 
+    def _start_here(self) -> Callable[[ChildSpec, int], Process]:
+        spec, berth = self.spec, None
+        if spec.linger is not None:
+            berth = spec.linger.berth(spec.name, spec.specification(), lingers=spec.lingers)
+        self._berth = berth
+        return lambda spec, port: _Here(spec, port, berth)
+
     def _take_over(self) -> bool:
         """Take over the process that an earlier trainer left; what is not the same, or not fit, is ended."""
         found = self._berth.board() if self._berth is not None else None
@@ -253,10 +260,8 @@ class Child:
         self.spec.log.parent.mkdir(parents=True, exist_ok=True)
         with self.spec.log.open("ab") as log:
             seen = log.seek(0, os.SEEK_END)
-        if self._start is not None:
-            self._process = self._start(self.spec, self._port)
-        else:
-            self._process = _Here(self.spec, self._port, self._berth)
+        assert self._start is not None
+        self._process = self._start(self.spec, self._port)
         url = self._wait_ready(seen, again)
         if url is None:
             return False

@@ -8,6 +8,7 @@ and the policy of the newest whole checkpoint is served, under a version number 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import importlib
 import logging
 import secrets
@@ -31,12 +32,12 @@ from gyre_sdk.trainer.agents.client import Agents, packed
 from gyre_sdk.trainer.agents.settings import AgentSettings
 from gyre_sdk.trainer.agents.wire import KEY_FILE, Order
 from gyre_sdk.trainer.cellfeed import CellRecorder
-from gyre_sdk.trainer.cells.launch import CellSpec, Launched, make_launcher
+from gyre_sdk.trainer.cells.launch import CellSpec, Launched, Launcher, make_launcher
 from gyre_sdk.trainer.cells.switch import parking_of
 from gyre_sdk.trainer.checkpoints import whole
 from gyre_sdk.trainer.children import (
     agents_spec,
-    cell_name,
+    cell_names,
     kept_key,
     process_names,
     proxy_spec,
@@ -117,6 +118,7 @@ class Stack:
     tasks: list[Task]
     replicas: list[str]
     """Where they listen; of cells, in their order."""
+    _launcher: Launcher
 
     def check(self) -> None:
         """Raise when a process was given up.
@@ -175,6 +177,15 @@ class Stack:
             self.observer = recorder = CellRecorder(self.journal, self.observer)
             recorder.start()
             self._cleanup.callback(recorder.stop)
+            self._launcher = make_launcher(
+                config.cells,
+                self.observer,
+                training=_name(config.output.dir),
+                cells=cell_names(config.cells),
+                linger=self._linger,
+                logs=config.output.dir / "logs",
+            )
+            self._cleanup.callback(self._launcher.close)
         self.ledger = Ledger(self.journal)
         self.recovery = recover(self.ledger.state, whole(self.ledger.state))
         alone = config.cells is None or config.cells.ray_address is None
@@ -262,8 +273,8 @@ class Stack:
     def _replicas(self, transport: str) -> list[Child] | list[Launched]:
         """Begin what serves: cells, or one engine; nothing where one was given."""
         if self.config.cells is not None:
-            launcher = make_launcher(self.config.cells, self.observer)
-            self._cleanup.callback(launcher.close)
+            launcher = self._launcher
+            self._cleanup.callback(launcher.close)  # before what they use
             self.cells = [launcher.launch(spec, self._moved) for spec in self._cells(transport, launcher.host)]
             self._children += self.cells
             return self.cells
@@ -318,7 +329,7 @@ class Stack:
                 worker_spec(config, saved, address, key_file, cell, self._linger, waiting) if number else None,
                 cells.resources or None,
             )
-            for number, cell in enumerate(map(cell_name, range(cells.count)))
+            for number, cell in enumerate(cell_names(cells))
         ]
 
 
@@ -328,6 +339,11 @@ def _identity(folder: Path) -> str:
     if not path.is_file():
         path.write_text(f"gyre-{secrets.token_hex(6)}")
     return path.read_text().strip()
+
+
+def _name(folder: Path) -> str:
+    """Return what tells this training from all others on a cluster: where its output is, and which it is."""
+    return hashlib.blake2b(f"{_identity(folder)} {folder.resolve()}".encode(), digest_size=10).hexdigest()
 
 
 def _weights_size(folder: Path) -> int:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from gyre_sdk.trainer.cells.launch import CellSpec
 from gyre_sdk.trainer.processes import ChildSpec
+
+Driver = subprocess.Popen[str]
 
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_health_check_period_ms": "500", "RAY_enable_worker_prestart": "0"}
 """No calls home, no idle workers, and a dead node is seen soon."""
@@ -33,22 +37,14 @@ server.serve_forever()
 @contextmanager
 def cluster(nodes: int) -> Iterator[Any]:
     """A cluster of nodes with an address and one `slot` each, and GPUs in name."""
-    before, mark = dict(os.environ), f"GYRE_TEST_CLUSTER_{os.getpid()}"
+    before, mark = dict(os.environ), _mark()
     os.environ.update(QUIET | {mark: "1"})
     from ray.cluster_utils import Cluster
 
     made = Cluster()
     try:
         for number in range(nodes):
-            made.add_node(
-                **({"node_ip_address": f"127.0.0.{10 + number}"} if number else {}),
-                num_cpus=1,
-                num_gpus=8,
-                resources={"slot": 1},
-                object_store_memory=80 << 20,
-                include_dashboard=False,
-                wait=False,
-            )
+            add_node(made, f"127.0.0.{10 + number}" if number else None)
         made.wait_for_nodes(timeout=120)
         yield made
     finally:
@@ -57,6 +53,52 @@ def cluster(nodes: int) -> Iterator[Any]:
             os.kill(agent, signal.SIGKILL)
         os.environ.clear()
         os.environ.update(before)
+
+
+def add_node(cluster: Any, address: str | None) -> None:
+    """Begin a node."""
+    cluster.add_node(
+        **({"node_ip_address": address} if address else {}),
+        num_cpus=1,
+        num_gpus=8,
+        resources={"slot": 1},
+        object_store_memory=80 << 20,
+        include_dashboard=False,
+        wait=False,
+    )
+
+
+def _mark() -> str:
+    return f"GYRE_TEST_CLUSTER_{os.getpid()}"
+
+
+def wardens() -> list[int]:
+    """Process ids of what holds the places of trainings on the cluster."""
+    return [found for found, line in marked(_mark()).items() if line.startswith("ray::Warden")]
+
+
+def leashed() -> set[int]:
+    """Process ids of what trainings on the cluster started on leashes, here and there."""
+    found = {pid for pid, line in marked(_mark()).items() if "gyre_sdk.trainer.leash" in line}
+    return {pid for pid in found if parent(pid) not in found}
+
+
+def groups() -> list[str]:
+    """Names of the placement groups that are there, or are waited for; needs a connection."""
+    from ray.util import placement_group_table
+
+    return [one["name"] for one in placement_group_table().values() if one["state"] != "REMOVED"]
+
+
+@contextmanager
+def connected(address: str) -> Iterator[None]:
+    import ray
+
+    ray.init(address, log_to_driver=False, configure_logging=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def toy(folder: Path, name: str, model: str = "one", *, ready: str = "toy ready on", **changes: Any) -> ChildSpec:
@@ -124,21 +166,55 @@ def marked(mark: str) -> dict[int, str]:
 
 
 DRIVER = f"""
-import sys, time
+import json, select, sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from ray_kit import toy
-from gyre_sdk.trainer.cells.launch import CellSpec
+from ray_kit import driven, toy
+from gyre_sdk.errors import TrainerError
 from gyre_sdk.trainer.cells.launch.ray import RayLauncher
+from gyre_sdk.trainer.lingering import Linger
 assert "ray" not in sys.modules and "torch" not in sys.modules
-folder = Path(sys.argv[1])
-launcher = RayLauncher(None, observer=lambda event: None)
-cells = [launcher.launch(CellSpec(f"cell-{{n}}", toy(folder, f"replica-{{n}}"))) for n in range(2)]
-print([cell.wait() for cell in cells], flush=True)
-time.sleep(600)
+folder, address, seconds = Path(sys.argv[1]), sys.argv[2] or None, float(sys.argv[3])
+launcher = RayLauncher(
+    address, observer=lambda event: None, namespace="gyre-toy", logs=folder, linger=Linger(folder / "run", seconds), silence=3.0
+)
+cells = [launcher.launch(spec) for spec in driven(folder, sys.argv[4:])]
+try:
+    for cell in cells[:2]:
+        cell.wait()
+    print(json.dumps(dict(pid for cell in cells[:2] for pid in cell.pids().items())), flush=True)
+    while not select.select([sys.stdin], [], [], 0.1)[0]:
+        for cell in cells[:2]:
+            cell.check()
+except TrainerError as error:
+    print(error, flush=True)
+launcher.close()
 """
-"""A trainer's process with a cluster of its own and two cells on it."""
+"""A trainer's process with cells on a cluster that lingers: the one with an address, or one of its own."""
 
 
-def driver(folder: Path) -> list[str]:
-    return [sys.executable, "-c", DRIVER, str(folder)]
+def driven(folder: Path, others: Sequence[str] = ()) -> list[CellSpec]:
+    """Two cells; and one on the trainer's node for each amount of slots that is given."""
+    made = [
+        CellSpec("cell-0", toy(folder, "replica-0"), None, {"CPU": 0.5}),
+        CellSpec("cell-1", toy(folder, "replica-1"), toy(folder, "worker-1"), {"CPU": 0.5}),
+    ]
+    return made + [
+        CellSpec(f"more-{slots}", toy(folder, f"replica-{slots}"), None, {"slot": float(slots)}) for slots in others
+    ]
+
+
+def driver(folder: Path, address: str = "", seconds: float = 300.0, *others: str, **environment: str) -> Driver:
+    """Start one; what it prints first are the ids of its processes. It ends at a line or the end of its stdin."""
+    return subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(folder), address, str(seconds), *others],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def said(process: Driver) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +24,8 @@ from gyre_sdk.events import ProcessRestarted
 from gyre_sdk.trainer.cells.launch import CellSpec
 from gyre_sdk.trainer.cells.launch.node import KEPT, Node, Order
 from gyre_sdk.trainer.cells.launch.ray import RayCell, RayLauncher
+from gyre_sdk.trainer.cells.launch.terms import Fenced, Term
+from gyre_sdk.trainer.lingering import Linger
 from gyre_sdk.trainer.weights import WeightFolder
 
 SLOT = {"slot": 1.0, "GPU": 8.0}
@@ -37,10 +40,10 @@ def cluster() -> Iterator[Any]:
 class Cells:
     """A launcher, and what it told."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, **changes: Any) -> None:
         self.events: list[Any] = []
         self.told: list[Any] = []
-        self.launcher = RayLauncher(address, observer=self.events.append, room=30.0)
+        self.launcher = RayLauncher(address, observer=self.events.append, room=30.0, **changes)
 
     def launch(self, name: str, replica: Any, worker: Any = None, resources: Any = SLOT) -> RayCell:
         return self.launcher.launch(
@@ -206,17 +209,106 @@ def test_without_room_the_error_names_it(cells: Cells, tmp_path: Path) -> None:
         cell.wait()
 
 
-def test_nothing_is_left_of_a_trainer_killed_with_9(tmp_path: Path) -> None:
+@pytest.fixture
+def successor(cluster: Any, tmp_path: Path) -> Iterator[Callable[..., Cells]]:
+    """Makes trainers that take over from `ray_kit.driver`, or from one another."""
+    made: list[Cells] = []
+
+    def make(seconds: float = 300.0) -> Cells:
+        linger = Linger(tmp_path / "run", seconds)
+        wanted = ["cell-0", "cell-1", "more-1"]
+        made.append(Cells(cluster.address, namespace="gyre-toy", linger=linger, cells=wanted, silence=3.0))
+        return made[-1]
+
+    yield make
+    for cells in reversed(made):
+        cells.launcher.close()
+    with ray_kit.connected(cluster.address):
+        eventually(lambda: ray_kit.groups() == [] == ray_kit.wardens())
+
+
+def test_a_trainer_that_was_only_slow_is_fenced(cluster: Any, successor: Callable[..., Cells], tmp_path: Path) -> None:
+    """Its successor takes over what it would start the same way, ends the rest, and the slow one touches nothing of it."""
+    slow = ray_kit.driver(tmp_path, cluster.address, 300.0, "1", "50")
+    pids = json.loads(ray_kit.said(slow))
+    assert set(pids) == {"replica-0", "replica-1", "worker-1"}
+    os.kill(slow.pid, signal.SIGSTOP)
+    made = successor()
+    first, second, more = ray_kit.driven(tmp_path, ["1"])
+    second = replace(second, replica=toy(tmp_path, "replica-1", "two"))
+    more = replace(more, resources={"slot": 1.0, "CPU": 0.1})  # where the other had it, so that one has to go
+    cells = [made.launch(one.name, one.replica, one.worker, one.resources) for one in (first, second, more)]
+    urls = [cell.wait() for cell in cells]
+    assert cells[0].pids() == {"replica-0": pids["replica-0"]}
+    assert cells[1].pids()["worker-1"] == pids["worker-1"] and pid(cells[1]) != pids["replica-1"]
+    assert not alive(pids["replica-1"]) and urllib.request.urlopen(urls[0], timeout=60).status == 200
+    assert "bytes were dropped" not in (tmp_path / "replica-0.log").read_text()
+    eventually(lambda: len(ray_kit.groups()) == 3)
+    os.kill(slow.pid, signal.SIGCONT)
+    assert "another trainer has taken over the cells of this training" in ray_kit.said(slow)
+    assert slow.wait(timeout=120) == 0
+    slow.communicate()
+    for cell in cells:
+        cell.check()
+    last = cells[1].pids()
+    assert all(map(alive, (*cells[0].pids().values(), *last.values()))) and made.events == []
+    os.kill(parent(pid(cells[1])), signal.SIGKILL)  # its place is taken anew, though who began all this is gone
+    eventually(lambda: len(made.events) == 2)
+    assert not any(map(alive, last.values())) and all(map(alive, cells[1].pids().values()))
+    eventually(lambda: len(ray_kit.wardens()) == 1)
+    os.kill(ray_kit.wardens()[0], signal.SIGKILL)  # all places go with it, and are taken anew
+    eventually(lambda: len(made.events) == 2 + 4)
+    for cell in cells:
+        cell.check()
+        assert all(map(alive, cell.pids().values()))
+
+
+def test_cells_that_shall_linger_in_another_way_begin_anew(successor: Callable[..., Cells], tmp_path: Path) -> None:
+    """Whose cells these were learns that they have gone to another, though who could tell it is gone too."""
+    before, (spec, _) = successor(), ray_kit.driven(tmp_path)
+    cell = before.launch(spec.name, spec.replica, spec.worker, spec.resources)
+    cell.wait()
+    process = pid(cell)
+    again = successor(200.0).launch(spec.name, spec.replica, spec.worker, spec.resources)
+    again.wait()
+    assert not alive(process) and alive(pid(again))
+
+    def fenced() -> bool:
+        try:
+            cell.check()
+        except Fenced:
+            return True
+        return False
+
+    eventually(fenced)
+    again.check()
+    assert alive(pid(again))
+
+
+def test_nobody_comes_back_to_a_cluster(cluster: Any, tmp_path: Path) -> None:
+    """Cells end, and so does what waited for room."""
+    with ray_kit.connected(cluster.address):
+        process = ray_kit.driver(tmp_path, cluster.address, 0.1, "50")
+        pids = json.loads(ray_kit.said(process))
+        eventually(lambda: len(ray_kit.groups()) == 3)
+        process.kill()
+        process.communicate()
+        eventually(lambda: not any(map(alive, pids.values())))
+        eventually(lambda: ray_kit.groups() == [] == ray_kit.wardens())
+
+
+def test_a_cluster_of_ones_own_outlives_a_trainer_killed_with_9(tmp_path: Path) -> None:
+    """The next trainer finds it, with the cells. When that is killed too and nobody could find it, nothing is left."""
     mark = f"GYRE_TEST_{tmp_path.name.upper()}"
-    process = subprocess.Popen(
-        ray_kit.driver(tmp_path), stdout=subprocess.PIPE, text=True, env={**os.environ, **ray_kit.QUIET, mark: "1"}
-    )
-    assert process.stdout is not None
-    urls = json.loads(process.stdout.readline().replace("'", '"'))
-    assert len(urls) == 2
-    assert sum("cell_toy_server" in line for line in ray_kit.marked(mark).values()) == 4
-    process.kill()
-    process.wait()
+    environment = {**ray_kit.QUIET, mark: "1"}
+    pids = []
+    for _ in range(2):
+        process = ray_kit.driver(tmp_path, **environment)
+        pids.append(json.loads(ray_kit.said(process)))
+        process.kill()
+        process.communicate()
+    assert pids[0] == pids[1] and all(map(alive, pids[0].values()))
+    (tmp_path / "run" / "ray.json").unlink()
 
     def agents(lines: dict[int, str]) -> bool:
         """Tell whether only agents of Ray are left, which end by themselves when they miss their node for a minute."""
@@ -259,21 +351,21 @@ def test_output_waits_for_who_collects_it_and_old_output_gives_way(tmp_path: Pat
     (tmp_path / "talk.py").write_text(
         f"import sys\nfor n in range({KEPT // 8 + 1000}): sys.stdout.write(f'{{n:07d}}\\n')\nsys.stdout.flush()\ninput()"
     )
-    node = Node()
+    node, term = Node("here"), Term("here", 1)
     order = Order("talk", ["talk"], None, {"PYTHONPATH": str(tmp_path)}, str(tmp_path / "absent"))
-    assert node.start(order) > 0
+    assert node.start(term, order) > 0
     try:
-        eventually(lambda: node.look("talk", 0).ended is not None)
-        look = node.look("talk", 0)
+        eventually(lambda: node.look(term, "talk", 0).ended is not None)
+        look = node.look(term, "talk", 0)
         assert (look.ended, len(look.output)) == ("exit status 1", KEPT) and b"EOFError" in look.output
-        assert look == node.look("talk", 0) and look.start > 8000
-        rest = node.look("talk", look.start + 16)
+        assert look == node.look(term, "talk", 0) and look.start > 8000
+        rest = node.look(term, "talk", look.start + 16)
         assert (rest.start, rest.output) == (look.start + 16, look.output[16:])
-        assert node.look("talk", look.start + KEPT).output == b""
-        again = node.start(order)
+        assert node.look(term, "talk", look.start + KEPT).output == b""
+        again = node.start(term, order)
         assert alive(again)
-        node.terminate("talk")
-        eventually(lambda: node.look("talk", 0).ended == "signal SIGTERM")
+        node.terminate(term, "talk")
+        eventually(lambda: node.look(term, "talk", 0).ended == "signal SIGTERM")
     finally:
-        node.kill("talk")
-        node.kill("talk")
+        node.kill(term, "talk")
+        node.kill(term, "talk")

@@ -5,12 +5,14 @@ A launcher starts what a `CellSpec` says and keeps it running; it decides nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from gyre_sdk.harness.ports import Observer
 from gyre_sdk.trainer.cells.settings import CellsConfig
+from gyre_sdk.trainer.lingering import Linger
 from gyre_sdk.trainer.processes import ChildSpec
 
 __all__ = ["CellSpec", "Launched", "Launcher", "make_launcher"]
@@ -71,16 +73,32 @@ class Launcher(Protocol):
         """End all cells and what the launcher itself started. Idempotent."""
 
 
-def make_launcher(settings: CellsConfig, observer: Observer) -> Launcher:
-    """Return what starts cells under these settings.
+def make_launcher(
+    settings: CellsConfig, observer: Observer, *, training: str, cells: Collection[str], linger: Linger, logs: Path
+) -> Launcher:
+    """Return what starts cells under these settings; what lingers on a cluster waits from now on as long as it takes.
+
+    Args:
+        training: what tells this training from all others on a cluster.
+        cells: that will be launched.
+        linger: how long they outlive this process when that is killed.
+        logs: folder of logs.
 
     Raises:
         SettingsError: Ray is wanted and not installed, or its cluster cannot be reached.
+        TrainerError: its cluster does not start, or what an earlier trainer left there does not answer.
     """
     if settings.launcher == "ray":
         from gyre_sdk.trainer.cells.launch.ray import RayLauncher
 
-        return RayLauncher(settings.ray_address, observer=observer)
+        return RayLauncher(
+            settings.ray_address,
+            observer=observer,
+            namespace=f"gyre-{training}",
+            linger=linger,
+            cells=cells,
+            logs=logs,
+        )
     from gyre_sdk.trainer.cells.launch.local import LocalLauncher
 
     return LocalLauncher(observer)

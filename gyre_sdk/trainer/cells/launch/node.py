@@ -1,7 +1,7 @@
 """What runs on a node of a cluster: the processes of one cell, on leashes held by one actor.
 
 The actor decides nothing. It starts what it is told, keeps what the processes say until it is collected, and when it
-ends, however it ends, its processes end with it.
+ends, however it ends, its processes end with it. It answers to the newest trainer only.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from pathlib import Path
 
 import msgspec
 
+from gyre_sdk.trainer.cells.launch.terms import Term, Terms
 from gyre_sdk.trainer.leashed import Leashed
+from gyre_sdk.trainer.lingering import Record
 
-__all__ = ["Look", "Node", "Order"]
+__all__ = ["Found", "Look", "Node", "Order"]
 
 KEPT = 1 << 20
 """Bytes of a process's output that wait to be collected; older ones are dropped."""
@@ -49,48 +51,83 @@ class Look(msgspec.Struct, frozen=True):
     output: bytes
 
 
-class Node:
-    """The actor. Its calls are short and come one after the other, in a thread that lives as long as it does."""
+class Found(msgspec.Struct, frozen=True):
+    """A process that an earlier trainer started, and saw ready."""
 
-    def __init__(self) -> None:
+    record: Record
+    pid: int
+    said: int
+    """Bytes of its output that were collected."""
+
+
+class Node:
+    """The actor. Its calls are short and come one after the other, in a thread that lives as long as it does.
+
+    All raise `Fenced` for a term that is not the newest.
+
+    Args:
+        warden: whose terms it knows.
+    """
+
+    def __init__(self, warden: str) -> None:
+        self._terms = Terms(warden)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray blocks it, and processes inherit that
         self._processes: dict[str, _Spoken] = {}
 
-    def address(self) -> str:
+    def address(self, term: Term) -> str:
         """Return the node's address in the cluster."""
+        self._terms.check(term)
         import ray
 
         return str(ray.util.get_node_ip_address())
 
-    def free_port(self, address: str) -> int:
+    def free_port(self, term: Term, address: str) -> int:
         """Return a port on which nothing listens."""
+        self._terms.check(term)
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as free:
             free.bind((address, 0))
             return int(free.getsockname()[1])
 
-    def start(self, order: Order) -> int:
+    def start(self, term: Term, order: Order) -> int:
         """Start a process in place of the one with its name; return its id.
 
         Raises:
             OSError: it could not be started.
         """
-        self.kill(order.name)
+        self.kill(term, order.name)
         process = _Spoken(order)
         self._processes[order.name] = process
         return process.pid
 
-    def look(self, name: str, said: int) -> Look:
+    def note(self, term: Term, name: str, record: Record) -> None:
+        """Note that a process is ready, for a trainer that comes later."""
+        self._terms.check(term)
+        self._processes[name].record = record
+
+    def found(self, term: Term, name: str) -> Found | None:
+        """Return what is known of a process that was there before; None when it was not ready, or there is none."""
+        self._terms.check(term)
+        process = self._processes.get(name)
+        if process is None or process.record is None:
+            return None
+        return Found(process.record, process.pid, process.collected)
+
+    def look(self, term: Term, name: str, said: int) -> Look:
         """Return how a process is, and its output from byte `said` on; what is before that is not asked for again."""
+        self._terms.check(term)
         return self._processes[name].look(said)
 
-    def terminate(self, name: str) -> None:
+    def terminate(self, term: Term, name: str) -> None:
         """Ask a process and what it started to end."""
+        self._terms.check(term)
         self._processes[name].terminate()
 
-    def kill(self, name: str) -> None:
+    def kill(self, term: Term, name: str) -> None:
         """End a process and what it started. Idempotent."""
+        self._terms.check(term)
         if name in self._processes:
             self._processes[name].kill()
+            self._processes[name].record = None
 
 
 class _Spoken(Leashed):
@@ -104,12 +141,20 @@ class _Spoken(Leashed):
             environment=order.environment,
             folder=folder if (folder := Path(order.folder)).is_dir() else None,
         )
+        self.record: Record | None = None
+        """Once it is ready."""
         self._said = bytearray()
         self._start = 0
         self._waited = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._collect, name=f"output of {order.name}", daemon=True)
         self._thread.start()
+
+    @property
+    def collected(self) -> int:
+        """Bytes of its output that nobody asks for again."""
+        with self._lock:
+            return self._start
 
     def look(self, said: int) -> Look:
         ended = self.ended()

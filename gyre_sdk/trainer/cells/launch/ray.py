@@ -2,20 +2,21 @@
 
 A cell is a placement group with one actor, `Node`, which runs the cell's processes on the node where it lands. All
 decisions stay here, in the trainer's process: a dead process is started again where it was, on the same port; when the
-actor or its node is gone, the cell takes another place and its processes start there. The actors end with this
-process, however it ends, and the processes end with the actors.
+actor or its node is gone, the cell takes another place and its processes start there. Places belong to the training's
+`Warden`, which outlives this process for a while: a successor takes over what is as it would start it. Processes end with
+their actors, and these with the warden.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import logging
-import os
+import secrets
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -23,39 +24,43 @@ from typing import Any
 
 from gyre_sdk.errors import SettingsError, TrainerError
 from gyre_sdk.harness.ports import Observer
-from gyre_sdk.trainer.cells.launch import CellSpec
-from gyre_sdk.trainer.cells.launch.node import Look, Order
-from gyre_sdk.trainer.cells.launch.placement import SILENCE, Lost, Place, Seat, Silent
+from gyre_sdk.trainer.cells.launch import CellSpec, warden
+from gyre_sdk.trainer.cells.launch.calls import Lost, Silent
+from gyre_sdk.trainer.cells.launch.cluster import NAME, READY
+from gyre_sdk.trainer.cells.launch.connection import Connection, ask_for_token, token_mode
+from gyre_sdk.trainer.cells.launch.node import Found, Look, Order
+from gyre_sdk.trainer.cells.launch.placement import SILENCE, Place
+from gyre_sdk.trainer.cells.launch.tenure import Seat, Tenure
 from gyre_sdk.trainer.leashed import STOP_TIMEOUT
+from gyre_sdk.trainer.lingering import Linger, Record
 from gyre_sdk.trainer.processes import Child, ChildSpec
 
 __all__ = ["RayCell", "RayLauncher"]
 
 _POLL = 0.2
 """Seconds between two looks at a process: each is a call through the cluster."""
-_CONNECT = 120.0
-"""Seconds that connecting, or starting a cluster, may take."""
-_LOCAL_CPUS = 64
-"""What a cluster on this machine says it has at least: cells there share the cores, as they do without Ray."""
-_LOCAL_STORE = 80 << 20
-"""Bytes of the object store of a cluster on this machine: nothing is passed through it."""
 
 _log = logging.getLogger("gyre.trainer")
 
 
 class RayLauncher:
-    """Starts cells on a Ray cluster.
+    """Starts cells on a Ray cluster, or takes them over from a trainer that was killed.
 
     Args:
-        address: `auto`, or `HOST:PORT` of a cluster that runs; None starts one on this machine.
+        address: `auto`, or `HOST:PORT` of a cluster that runs; None: one on this machine, started here or lingering.
         observer: learns which processes were started again.
-        namespace: of the actors in the cluster.
+        namespace: of the training in the cluster: who has the same takes over; None: a new one.
+        linger: how cells, and a cluster that is started here, outlive this process when it is killed; None: not at all.
+        cells: those that will be launched, so that others that linger are ended at once; None: all are kept.
+        logs: folder of the log of a cluster that is started here.
         room: seconds that a cell waits for room in the cluster, at first and after the loss of its node.
+        silence: seconds without a sign of life after which this process counts as gone.
         pin_core: keep the cell without a worker, whose worker is the trainer, on the node where the trainer runs.
         runtime_env: what Ray sets up for the actors on their nodes; None: nothing.
 
     Raises:
         SettingsError: ray is not installed, or there is no such cluster.
+        TrainerError: what an earlier trainer left does not answer, or a cluster does not start.
     """
 
     host: str
@@ -66,8 +71,12 @@ class RayLauncher:
         address: str | None = None,
         *,
         observer: Observer,
-        namespace: str = "gyre",
+        namespace: str | None = None,
+        linger: Linger | None = None,
+        cells: Collection[str] | None = None,
+        logs: Path = Path("logs"),
         room: float = 600.0,
+        silence: float = 10.0,
         pin_core: bool = True,
         runtime_env: Mapping[str, Any] | None = None,
     ) -> None:
@@ -76,9 +85,22 @@ class RayLauncher:
         self._observer = observer
         self._room = room
         self._cells: list[RayCell] = []
-        self._connection = _Connection(address, namespace, runtime_env)
-        self.host, node = self._connection.open()
-        self._core_node = node if pin_core else None
+        namespace = namespace or f"gyre-{secrets.token_hex(6)}"
+        with contextlib.ExitStack() as failing:
+            self._cluster = None if address or _is_connected() else _cluster(logs, linger, observer)
+            if self._cluster is not None:
+                failing.callback(self._cluster.stop)
+                address = self._cluster.wait()
+                ask_for_token()
+            self._connection = Connection(address or "auto", namespace, runtime_env)
+            failing.callback(self._connection.close)
+            self.host, node = self._connection.open()
+            self._core_node = node if pin_core else None
+            lingers = warden.Linger(linger.seconds if linger is not None else 0.0, silence)
+            self._tenure = Tenure(namespace, lingers, node)
+            failing.callback(self._tenure.end)
+            self._tenure.begin(cells)
+            failing.pop_all()
 
     def launch(self, spec: CellSpec, moved: Callable[[str, str], None] = lambda old, new: None) -> RayCell:
         """Begin a cell; do not wait for it.
@@ -90,8 +112,8 @@ class RayLauncher:
             moved: called with the old and the new URL when a replica comes back elsewhere (another node or port).
         """
         node = self._core_node if spec.worker is None else None
-        place = Place(spec.name, spec.resources or {"CPU": 1}, node=node, room=self._room)
-        cell = RayCell(spec, place, self._observer, moved)
+        place = Place(spec.name, spec.resources or {"CPU": 1}, node=node, room=self._room, tenure=self._tenure)
+        cell = RayCell(spec, place, self._observer, moved, self._cluster)
         self._cells.append(cell)
         cell.begin()
         return cell
@@ -102,23 +124,69 @@ class RayLauncher:
         if cells:
             with ThreadPoolExecutor(len(cells)) as pool:
                 list(pool.map(RayCell.stop, cells))
+        self._tenure.end()
         self._connection.close()
+        if self._cluster is not None:
+            self._cluster.stop()
+
+
+def _is_connected() -> bool:
+    import ray
+
+    return bool(ray.is_initialized())
+
+
+def _cluster(logs: Path, linger: Linger | None, observer: Observer) -> Child:
+    """Begin a cluster on this machine, or take over the one that lingers."""
+
+    def answers(address: str) -> bool:
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=1.0).close()
+        except OSError:
+            return False
+        return True
+
+    def died(address: str) -> None:
+        raise TrainerError(f"the Ray cluster at {address} ended; see {logs / 'ray.log'}, and start the trainer again")
+
+    spec = ChildSpec(
+        NAME,
+        lambda port: ["gyre_sdk.trainer.cells.launch.cluster"],
+        READY,
+        logs / "ray.log",
+        environment=token_mode(),
+        on_death=died,
+        linger=linger,
+        fit=answers,
+    )
+    child = Child(spec, observer)
+    child.begin()
+    return child
 
 
 class RayCell:
     """A cell on the cluster: its place, and its processes there, supervised from here."""
 
-    def __init__(self, spec: CellSpec, place: Place, observer: Observer, moved: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        spec: CellSpec,
+        place: Place,
+        observer: Observer,
+        moved: Callable[[str, str], None],
+        cluster: Child | None = None,
+    ) -> None:
         self.name = spec.name
         self._spec = spec
         self._place = place
         self._moved = moved
+        self._cluster = cluster
         self._old = ""
         replica = replace(spec.replica, on_death=self._died, on_ready=self._returned)
-        self._replica = Child(replica, observer, _Starter(place, listens=True).start, _POLL)
+        self._replica = _child(replica, observer, place, listens=True)
         self._children = [self._replica]
         if spec.worker is not None:
-            self._children.append(Child(spec.worker, observer, _Starter(place).start, _POLL))
+            self._children.append(_child(spec.worker, observer, place, listens=False))
 
     def begin(self) -> None:
         """Start looking for a place, and the processes in it."""
@@ -139,8 +207,11 @@ class RayCell:
         """Raise when a process was given up.
 
         Raises:
-            TrainerError: naming it, with the end of its log.
+            TrainerError: naming it, with the end of its log; or another trainer has taken over, or the cluster ended.
         """
+        if self._cluster is not None:
+            self._cluster.check()
+        self._place.check()
         for child in self._children:
             child.check()
 
@@ -165,13 +236,49 @@ class RayCell:
         self._spec.replica.on_ready(url)
 
 
-class _Starter:
-    """Starts one child of a cell, where the cell is then."""
+def _child(spec: ChildSpec, observer: Observer, place: Place, *, listens: bool) -> Child:
+    site = _Site(spec, place, listens)
+    return Child(spec, observer, site.start, _POLL, site)
 
-    def __init__(self, place: Place, *, listens: bool = False) -> None:
+
+class _Site:
+    """Where one child of a cell runs, wherever the cell is then: starts it there, and finds it there."""
+
+    def __init__(self, spec: ChildSpec, place: Place, listens: bool) -> None:
+        self._spec = spec
         self._place = place
         self._listens = listens
         self._last: Seat | None = None
+
+    @property
+    def specification(self) -> str:
+        """Digest of what is started."""
+        return hashlib.blake2b(f"{self._spec.specification()} {self._listens}".encode(), digest_size=16).hexdigest()
+
+    def board(self) -> tuple[Record, _There] | None:
+        """Take over what an earlier trainer started here; None when nothing does that was ready.
+
+        Raises:
+            TrainerError: there is no place for the cell.
+        """
+        seat = self._place.seat()
+        try:
+            found: Found | None = seat.ask("found", self._spec.name)
+        except (Lost, Silent):
+            return None  # who starts another looks what is there
+        if found is None:
+            return None
+        self._last = seat
+        return found.record, _There(self._place, seat, self._spec, found.pid, found.record.port, found.said)
+
+    def ready(self, url: str, port: int) -> None:
+        """Note that the child is ready: only such a one is taken over."""
+        if self._spec.lingers and self._last is not None:
+            with contextlib.suppress(Lost, Silent):  # then another is started, here or under the next trainer
+                self._last.ask("note", self._spec.name, Record(self.specification, "", url, port))
+
+    def clear(self) -> None:
+        """Leave nothing: what is known of a child ends with it."""
 
     def start(self, spec: ChildSpec, port: int) -> _There:
         """Start the process.
@@ -207,7 +314,7 @@ class _Starter:
 class _There:
     """A process on a node. Its output is added to the log here, whenever it is looked at."""
 
-    def __init__(self, place: Place, seat: Seat, spec: ChildSpec, pid: int, port: int) -> None:
+    def __init__(self, place: Place, seat: Seat, spec: ChildSpec, pid: int, port: int, said: int = 0) -> None:
         self.pid = pid
         self.port = port
         self.address = seat.address
@@ -215,7 +322,7 @@ class _There:
         self._seat = seat
         self._name = spec.name
         self._log = spec.log
-        self._said = 0
+        self._said = said
         self._heard = time.monotonic()
         self._end: str | None = None
         self._over = False
@@ -263,123 +370,3 @@ class _There:
                 log.write(look.output)
         self._said = look.start + len(look.output)
         return look.ended
-
-
-class _Connection:
-    """The process's connection to Ray, held by a thread of its own.
-
-    What Ray starts ends with the thread that started it, and what connects from the main thread loses its handler of
-    SIGTERM to Ray. A connection that this process had before is used, and left as it is.
-    """
-
-    def __init__(self, address: str | None, namespace: str, runtime_env: Mapping[str, Any] | None) -> None:
-        self._address = address
-        self._namespace = namespace
-        self._runtime_env = runtime_env
-        self._opened = threading.Event()
-        self._closing = threading.Event()
-        self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._hold, name="connection to Ray", daemon=True)
-
-    def open(self) -> tuple[str, str]:
-        """Connect; return this machine's address in the cluster and the id of its node.
-
-        Raises:
-            SettingsError: there is no such cluster.
-        """
-        import ray
-
-        if not ray.is_initialized() and self._found():
-            self._thread.start()
-            if not self._opened.wait(_CONNECT):
-                self._failure = TimeoutError(f"no answer in {_CONNECT:.0f} s")
-                self._closing.set()
-        if self._failure is not None:
-            where = "on this machine" if self._address is None else f"at cells.ray_address = {self._address!r}"
-            raise SettingsError(
-                f"no Ray cluster {where}: {self._failure}; start one with `ray start --head`, or leave the address out"
-            ) from self._failure
-        node = str(ray.get_runtime_context().get_node_id())
-        return str(ray.util.get_node_ip_address()), node
-
-    def close(self) -> None:
-        """Disconnect, and end the cluster if it was started here. Idempotent."""
-        self._closing.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-
-    def _found(self) -> bool:
-        """Ask for the head at once: Ray asks for minutes where nobody is."""
-        if self._address is None or self._address == "auto":
-            return True
-        host, _, port = self._address.rpartition(":")
-        if "/" in self._address or not host or not port.isdecimal():
-            raise SettingsError(
-                f"cells.ray_address = {self._address!r} must be 'auto' or HOST:PORT of the head: the trainer runs on a"
-                " node of the cluster, not as a client from outside"
-            )
-        try:
-            socket.create_connection((host, int(port)), timeout=10.0).close()
-        except OSError as error:
-            self._failure = error
-        return self._failure is None
-
-    def _hold(self) -> None:
-        import ray
-
-        logger = logging.getLogger("ray")
-        level = logger.level
-        logger.setLevel(logging.ERROR)  # a warning for each thing that is as it is meant to be
-        try:
-            ray.init(
-                self._address or "local",
-                namespace=self._namespace,
-                runtime_env=None if self._runtime_env is None else dict(self._runtime_env),
-                log_to_driver=False,
-                configure_logging=False,
-                **({} if self._address else _local()),
-            )
-        except Exception as error:  # boundary: top of the connecting thread; Ray raises errors of many kinds
-            self._failure = error
-            return
-        finally:
-            logger.setLevel(level)
-            self._opened.set()
-        with _silence():
-            self._closing.wait()
-            ray.shutdown()
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Log what nodes report instead of printing it. Ray has no setting for that, and stdout is for the trainer's report."""
-    from ray._private import worker
-
-    def note(data: Mapping[str, Any], *_: Any, **__: Any) -> None:
-        for line in data["lines"]:
-            _log.info("Ray: %s", line.partition("\n")[0])
-
-    printing = worker.print_to_stdstream
-    worker.print_to_stdstream = note
-    try:
-        yield
-    finally:
-        worker.print_to_stdstream = printing
-
-
-def _local() -> dict[str, Any]:
-    """Return how a cluster on this machine is started: with nothing that cells do not need."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault(
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
-    )  # a cell that reserves no GPU sees all, as without Ray
-    return {
-        "num_cpus": max(_LOCAL_CPUS, os.cpu_count() or 1),
-        "include_dashboard": False,
-        "object_store_memory": _LOCAL_STORE,
-        "_system_config": {
-            "enable_worker_prestart": False,
-            "prestart_worker_first_driver": False,
-            "worker_niceness": 0,  # 15 otherwise, also for what the actors start
-        },
-    }
