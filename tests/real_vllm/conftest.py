@@ -29,6 +29,7 @@ def vllm(demo_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     command = [str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(demo_policy)]
     command += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--max-model-len", "1024"]
+    command += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
     with (folder / "log").open("wb") as log:
         server = subprocess.Popen(
             command, cwd=folder, env=environment(), stdout=log, stderr=log, start_new_session=True

@@ -6,7 +6,7 @@ Only the paths named here are ever asked for, so a replica's other endpoints can
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -14,8 +14,8 @@ import aiohttp
 import msgspec
 
 from gyre_sdk.errors import ReplicaError
-from gyre_sdk.harness.proxy.sse import SseDecoder
-from gyre_sdk.harness.proxy.wire import Wire
+from gyre_sdk.harness.proxy.sse import SseDecoder, SseEvent
+from gyre_sdk.harness.proxy.wire import Reply, Wire
 from gyre_sdk.records import Sampling, VersionSpan
 
 MISSING_LOGPROB = -9998.0
@@ -77,11 +77,22 @@ class _Paused(msgspec.Struct):
     is_paused: bool = False
 
 
+class _PromptDetails(msgspec.Struct, gc=False):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens_details: _PromptDetails | None = None
+
+
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     error: Any = None
+    usage: _Usage | None = None
 
 
+_USAGE_SECONDS = 1.0
+"""How long an engine may take from an answer's last token to its usage, which comes at once where it comes."""
 _GATHER_SECONDS = 0.02
 """How long events of an answer that nobody watches may wait for each other."""
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
@@ -107,6 +118,8 @@ class Piece(msgspec.Struct, frozen=True):
     spans: tuple[VersionSpan, ...] = ()
     candidates: tuple[Candidates, ...] = ()
     """Of every token in `ids`, where they were asked for."""
+    cached: int | None = None
+    """With `finish`: tokens of the prompt that the engine had not to compute; None where it does not tell."""
 
 
 class Probe(StrEnum):
@@ -137,6 +150,8 @@ class Upstream:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session: aiohttp.ClientSession | None = None
         self._wire = Wire(self._headers)
+        self._silent: set[str] = set()
+        """Replicas whose usage tells nothing of cached tokens: they are asked for none again."""
 
     async def open(self) -> None:
         """Make the connection pool; its idle connections close before vLLM closes them (5 s)."""
@@ -195,6 +210,9 @@ class Upstream:
             "stream": True,
             "cache_salt": salt,
         }
+        told = url not in self._silent
+        if told:
+            wire["stream_options"] = {"include_usage": True}
         if model is not None:
             wire["model"] = model
         if "structured_outputs" in sampling.extra:
@@ -210,6 +228,8 @@ class Upstream:
                     piece = self._piece(url, decoder, chunk, version, candidates > 0)
                     if piece is not None:
                         finished = piece.finish is not None
+                        if finished and told:
+                            piece = await self._with_usage(url, reply, decoder, piece)
                         yield piece
                         if finished:
                             return
@@ -255,11 +275,27 @@ class Upstream:
             raise ReplicaError("the upstream client is not open")
         return self._session
 
+    async def _with_usage(self, url: str, reply: Reply, decoder: SseDecoder, last: Piece) -> Piece:
+        """Return an answer's last piece with what the usage behind it says of cached tokens."""
+        cached = last.cached
+        try:
+            async with asyncio.timeout(_USAGE_SECONDS):
+                while cached is None and (data := await reply.read_any()):
+                    cached = _cached(decoder.feed(data))
+        except OSError as error:
+            if not isinstance(error, TimeoutError):
+                return last  # it is whole
+        if cached is None:
+            self._silent.add(url)
+            return last
+        return msgspec.structs.replace(last, cached=cached)
+
     def _piece(self, url: str, decoder: SseDecoder, data: bytes, version: int, with_candidates: bool) -> Piece | None:
         ids: list[int] = []
         logprobs: list[float | None] = []
         candidates: list[Candidates] = []
-        for event in decoder.feed(data):
+        events = iter(decoder.feed(data))
+        for event in events:
             if event.data == b"[DONE]":
                 continue
             try:
@@ -284,12 +320,26 @@ class Upstream:
                         VersionSpan(self._version(span.version, version), span.start, span.end)
                         for span in choice.weight_versions or ()
                     )
-                    return Piece(ids, logprobs, choice.finish_reason, choice.stop_reason, spans, tuple(candidates))
+                    end = choice.finish_reason, choice.stop_reason, spans, tuple(candidates)
+                    return Piece(ids, logprobs, *end, _cached(events))
         return Piece(ids, logprobs, candidates=tuple(candidates)) if ids else None
 
     def _version(self, label: str | int, known: int) -> int:
         text = str(label)
         return int(text) if text.isdigit() else self._versions.get(text, known)
+
+
+def _cached(events: Iterable[SseEvent]) -> int | None:
+    """Return the cached tokens of the prompt that the usage among an answer's last events tells."""
+    for event in events:
+        if b'"cached_tokens"' in event.data:
+            try:
+                usage = _decode_chunk(event.data).usage
+            except msgspec.DecodeError:
+                continue
+            if usage is not None and usage.prompt_tokens_details is not None:
+                return usage.prompt_tokens_details.cached_tokens
+    return None
 
 
 def _refusal(url: str, status: int, body: bytes) -> ReplicaError:

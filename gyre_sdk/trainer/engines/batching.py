@@ -267,6 +267,8 @@ class Batcher:
             budget -= len(ids) - cached
             self.tally.prompt_tokens += len(ids)
             self.tally.cached_tokens += cached
+            if not sequence.sampled:
+                sequence.cached_tokens = cached
 
     def _plan(self) -> list[Chunk]:
         """Every row one id behind decodes; longer stretches share what is left of the step's tokens."""

@@ -64,6 +64,8 @@ class Sequence:
     generator: object | None = None
     """torch.Generator of a seeded request; survives recomputation, so its draws do not repeat."""
     finished: bool = False
+    cached_tokens: int = 0
+    """Tokens of the prompt that a cached prefix supplied when the request was admitted."""
 
     @property
     def length(self) -> int:

@@ -28,6 +28,7 @@ from gyre_sdk.trainer.engines.wire import (
     GenerateRequest,
     GenerateResponse,
     LogProbs,
+    PromptDetails,
     Usage,
     check_request,
     decode_request,
@@ -197,7 +198,7 @@ class EngineServer:
             request_id=sequence.request_id,
             model=self._model_name,
             created=int(time.time()),
-            usage=FullUsage(prompt, prompt + count, count),
+            usage=FullUsage(prompt, prompt + count, count, PromptDetails(sequence.cached_tokens)),
             prompt_logprobs=None,
             prompt_token_id_logprobs=None,
             prompt_token_ids=request.token_ids if request.return_token_ids else None,
@@ -283,7 +284,8 @@ def _choice(sequence: Sequence, delta: Delta) -> Choice:
 
 
 def _usage(sequence: Sequence, sampled: int) -> Usage:
-    return Usage(len(sequence.prompt_ids), len(sequence.prompt_ids) + sampled, sampled)
+    prompt = len(sequence.prompt_ids)
+    return Usage(prompt, prompt + sampled, sampled, PromptDetails(sequence.cached_tokens))
 
 
 def _internal_error(message: str) -> bytes:

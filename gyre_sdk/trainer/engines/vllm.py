@@ -59,6 +59,7 @@ def command(config: EngineConfig, files: PolicyFiles, port: int, *, transport: s
     arguments = ["vllm.entrypoints.openai.api_server", "--model", str(files.folder)]
     arguments += ["--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)]
     arguments += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enable-prefix-caching"]
+    arguments += ["--enable-prompt-tokens-details"]
     arguments += ["--max-num-seqs", str(config.max_batch), "--worker-extension-cls", f"{_WORKER}.Readings"]
     if transport == "lora":
         arguments += ["--enable-lora", "--max-loras", str(_ADAPTERS), "--max-cpu-loras", str(_KEPT_ADAPTERS)]

@@ -22,6 +22,7 @@ __all__ = [
     "LogProb",
     "LogProbContent",
     "LogProbs",
+    "PromptDetails",
     "RequestLogLine",
     "SamplingParams",
     "StreamOptions",
@@ -168,18 +169,25 @@ class Choice(msgspec.Struct, frozen=True):
     logprobs: LogProbs | None
 
 
+class PromptDetails(msgspec.Struct, frozen=True):
+    """What is known of a prompt's tokens, as vLLM tells it with `--enable-prompt-tokens-details`."""
+
+    cached_tokens: int
+    """Those that a cached prefix supplied."""
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Token counts."""
 
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
+    prompt_tokens_details: PromptDetails
 
 
 class FullUsage(Usage, frozen=True):
-    """Token counts of a non-streamed answer, with vLLM's two null fields."""
+    """Token counts of a non-streamed answer, with vLLM's null field."""
 
-    prompt_tokens_details: None = None
     completion_tokens_details: None = None
 
 

@@ -11,7 +11,12 @@ from typing import Any
 
 from aiohttp import web
 
-USAGE = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
+USAGE = {
+    "prompt_tokens": 10,
+    "completion_tokens": 5,
+    "total_tokens": 15,
+    "prompt_tokens_details": {"cached_tokens": 4},
+}
 
 
 class Scripted:

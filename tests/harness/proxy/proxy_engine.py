@@ -37,6 +37,13 @@ class Finish:
 
 
 @dataclass
+class Told:
+    """Tell the usage, with this many cached tokens of the prompt, if it is asked for."""
+
+    cached: int | None
+
+
+@dataclass
 class Wait:
     """Wait for an event, or some seconds."""
 
@@ -66,7 +73,7 @@ class Status:
     message: str = "no"
 
 
-Step = Tokens | Finish | Wait | Error | Hangup | Done | Status
+Step = Tokens | Finish | Told | Wait | Error | Hangup | Done | Status
 Play = Callable[[dict[str, Any], int], list[Step]]
 
 
@@ -185,6 +192,12 @@ class ScriptedEngine:
                 case Finish(reason, stop_reason, versions):
                     spans = [(self.version, 0, len(generation.sampled))] if versions is None else versions
                     yield _event([], None, finish_reason=reason, stop_reason=stop_reason, spans=spans)
+                case Told(cached):
+                    if (generation.request.get("stream_options") or {}).get("include_usage"):
+                        details = {} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}}
+                        counts = {"prompt_tokens": len(generation.prompt), "completion_tokens": len(generation.sampled)}
+                        told = {"request_id": "x", "choices": [], "usage": {**counts, **details}}
+                        yield b"data: " + json.dumps(told).encode() + b"\n\n"
                 case Wait(until):
                     if isinstance(until, float | int):
                         await asyncio.sleep(until)

@@ -86,6 +86,7 @@ def test_every_protocol_gets_its_own_form_of_the_answer(proxy: Proxy, upstream: 
     said = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "one"}])
     assert said.choices[0].message.content == "Hello." and said.usage is not None
     assert (said.usage.prompt_tokens, said.usage.completion_tokens) == (10, 5)
+    assert said.usage.prompt_tokens_details is not None and said.usage.prompt_tokens_details.cached_tokens == 4
     assert client.responses.create(model=MODEL, input="two").output_text == "Hello."
     assert client.completions.create(model=MODEL, prompt="three").choices[0].text == "Hello."
     root = access["base_url"].removesuffix("/v1")

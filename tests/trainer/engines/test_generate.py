@@ -129,6 +129,11 @@ def test_cache_salts_do_not_share(engine):
     assert metric(engine, "vllm:prompt_tokens_cached_total") == before
     engine.generate(prompt, max_tokens=2, request={"cache_salt": "two"})
     assert metric(engine, "vllm:prompt_tokens_cached_total") == before + len(prompt) - 1
+    asked = {"cache_salt": "one", "stream_options": {"include_usage": True}}
+    for cached, request in ((len(prompt) - 1, asked), (0, {**asked, "cache_salt": "three"})):
+        for stream in (True, False):
+            counts = engine.generate(prompt, max_tokens=2, stream=stream, request=request).chunks[-1]["usage"]
+            assert counts["prompt_tokens_details"] == {"cached_tokens": cached if stream else len(prompt) - 1}
 
 
 def test_streamed_and_whole_answers_agree(engine):
@@ -146,7 +151,8 @@ def test_streamed_and_whole_answers_agree(engine):
     assert len(parts.chunks) > 2
     assert parts.chunks[0]["prompt_token_ids"] == whole.chunks[0]["prompt_token_ids"] == prompt
     assert all("prompt_token_ids" not in chunk for chunk in parts.chunks[1:])
-    assert parts.chunks[-1]["usage"] == {k: whole.chunks[0]["usage"][k] for k in parts.chunks[-1]["usage"]}
+    told, counts = parts.chunks[-1]["usage"], whole.chunks[0]["usage"]
+    assert told == {name: counts[name] for name in told} | {"prompt_tokens_details": told["prompt_tokens_details"]}
 
 
 def test_chunk_has_vllms_keys_in_vllms_order(engine):

@@ -41,6 +41,8 @@ class Choice:
     """The stop string that ended sampling, or None."""
     reasoning_tokens: int = 0
     """Of `completion_tokens`: those up to the end of the thinking, its closing tag included."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt that the engine took from its cache; None where it does not tell."""
 
 
 class AnswerStream(ABC):

@@ -43,7 +43,12 @@ class ChatCompletions(Dialect):
                 "created": int(at),
                 "model": request.model,
                 "choices": [_choice(index, choice) for index, choice in enumerate(choices)],
-                "usage": _usage(prompt_tokens, sampled, sum(choice.reasoning_tokens for choice in choices)),
+                "usage": _usage(
+                    prompt_tokens,
+                    sampled,
+                    sum(choice.reasoning_tokens for choice in choices),
+                    choices[0].cached_tokens,
+                ),
                 "system_fingerprint": None,
             }
         )
@@ -67,6 +72,7 @@ class ChatStream(AnswerStream):
         self._choices = request.n
         self._calls = [-1] * request.n
         self._reasoning_tokens = 0
+        self._cached_tokens: int | None = None
 
     def start(self, prompt_tokens: int) -> bytes:
         """See `AnswerStream.start`."""
@@ -87,6 +93,7 @@ class ChatStream(AnswerStream):
     def finish(self, index: int, choice: Choice, tokens: Sequence[TokenText] = ()) -> bytes:
         """See `AnswerStream.finish`."""
         self._reasoning_tokens += choice.reasoning_tokens
+        self._cached_tokens = choice.cached_tokens if index == 0 else self._cached_tokens
         return self._chunk(index, {}, choice.finish, tokens)
 
     def end(self, prompt_tokens: int, completion_tokens: int) -> bytes:
@@ -97,7 +104,7 @@ class ChatStream(AnswerStream):
                 **self._head,
                 "model": self._model,
                 "choices": [],
-                "usage": _usage(prompt_tokens, completion_tokens, self._reasoning_tokens),
+                "usage": _usage(prompt_tokens, completion_tokens, self._reasoning_tokens, self._cached_tokens),
             }
             usage = encode_data(_encode(chunk))
         return usage + encode_data(b"[DONE]")
@@ -154,8 +161,14 @@ def _token(token: TokenText) -> dict[str, Any]:
     }
 
 
-def _usage(prompt_tokens: int, completion_tokens: int, reasoning_tokens: int) -> dict[str, Any]:
-    details = {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}} if reasoning_tokens else {}
+def _usage(
+    prompt_tokens: int, completion_tokens: int, reasoning_tokens: int, cached_tokens: int | None
+) -> dict[str, Any]:
+    details: dict[str, Any] = {}
+    if cached_tokens is not None:
+        details["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    if reasoning_tokens:
+        details["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

@@ -98,7 +98,8 @@ class Completions(Dialect):
             }
             for index, choice in enumerate(choices)
         ]
-        return _encode({**_head(request, name, at), "choices": shown, "usage": _usage(prompt_tokens, sampled)})
+        usage = _usage(prompt_tokens, sampled, [choice.cached_tokens for choice in choices[:: request.n]])
+        return _encode({**_head(request, name, at), "choices": shown, "usage": usage})
 
     def stream(self, request: ModelRequest, name: str, at: float) -> AnswerStream:
         """See `Dialect.stream`."""
@@ -116,6 +117,9 @@ class CompletionStream(AnswerStream):
         self._head = _head(request, name, at)
         self._usage = request.include_usage
         self._offsets = [0] * (request.n * len(request.prompts))
+        self._choices = request.n
+        self._cached: dict[int, int | None] = {}
+        """By prompt."""
 
     def start(self, prompt_tokens: int) -> bytes:
         """See `AnswerStream.start`. The protocol opens with the first text."""
@@ -128,12 +132,14 @@ class CompletionStream(AnswerStream):
 
     def finish(self, index: int, choice: Choice, tokens: Sequence[TokenText] = ()) -> bytes:
         """See `AnswerStream.finish`."""
+        self._cached.setdefault(index // self._choices, choice.cached_tokens)
         return self._chunk(index, "", _finish(choice), tokens)
 
     def end(self, prompt_tokens: int, completion_tokens: int) -> bytes:
         """See `AnswerStream.end`."""
-        usage = {**self._head, "choices": [], "usage": _usage(prompt_tokens, completion_tokens)}
-        return (encode_data(_encode(usage)) if self._usage else b"") + encode_data(b"[DONE]")
+        usage = _usage(prompt_tokens, completion_tokens, list(self._cached.values()))
+        shown = encode_data(_encode({**self._head, "choices": [], "usage": usage})) if self._usage else b""
+        return shown + encode_data(b"[DONE]")
 
     def error(self, error: ProtocolError) -> bytes:
         """See `AnswerStream.error`."""
@@ -197,11 +203,14 @@ def _top(token: TokenText) -> dict[str, float | None]:
     return {**found, token.text: token.logprob} if token.text not in found else found
 
 
-def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+def _usage(prompt_tokens: int, completion_tokens: int, cached: Sequence[int | None]) -> dict[str, Any]:
+    known = [tokens for tokens in cached if tokens is not None]
+    details = {"prompt_tokens_details": {"cached_tokens": sum(known)}} if known else {}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        **details,
     }
 
 

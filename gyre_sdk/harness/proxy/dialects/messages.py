@@ -43,7 +43,7 @@ class AnthropicMessages(Dialect):
     def body(self, request: ModelRequest, name: str, at: float, choices: Sequence[Choice], prompt_tokens: int) -> bytes:
         """See `Dialect.body`. The protocol has one choice."""
         (choice,) = choices
-        usage = _usage(prompt_tokens, choice.completion_tokens)
+        usage = _usage(prompt_tokens, choice.completion_tokens, choice.cached_tokens)
         return _encode({**_head(request, name), "content": _content(choice), **_stop(choice), "usage": usage})
 
     def stream(self, request: ModelRequest, name: str, at: float) -> AnswerStream:
@@ -84,7 +84,7 @@ class MessageStream(AnswerStream):
 
     def finish(self, index: int, choice: Choice, tokens: Sequence[TokenText] = ()) -> bytes:
         """See `AnswerStream.finish`."""
-        usage = _usage(self._prompt_tokens, choice.completion_tokens)
+        usage = _usage(self._prompt_tokens, choice.completion_tokens, choice.cached_tokens)
         return self._close() + _event("message_delta", delta=_stop(choice), usage=usage)
 
     def end(self, prompt_tokens: int, completion_tokens: int) -> bytes:
@@ -177,11 +177,12 @@ def _stop(choice: Choice) -> dict[str, Any]:
     return {"stop_reason": _STOP.get(choice.finish, "end_turn"), "stop_sequence": None}
 
 
-def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None) -> dict[str, Any]:
+    """Return the usage of a message: here a prompt's tokens are either read from a cache or input, never both."""
     return {
-        "input_tokens": prompt_tokens,
+        "input_tokens": prompt_tokens - (cached_tokens or 0),
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": 0,
+        "cache_read_input_tokens": cached_tokens or 0,
         "output_tokens": completion_tokens,
     }
 

@@ -51,6 +51,8 @@ class Attempts:
         self._candidates = candidates
         self._found: dict[int, Candidates] = {}
         """By place in the answer. They are not recorded: those of a process that died are not known."""
+        self.cached: int | None = None
+        """Tokens of the prompt that the engine which ended the answer had in its cache; None where it does not tell."""
         self._running: Running | None = None
         self._began = time.monotonic()
 
@@ -145,7 +147,7 @@ class Attempts:
                         self._found.update(enumerate(piece.candidates, len(self._exchange.ids)))
                     await take(Sampled(piece.ids, piece.logprobs))
                 if piece.finish in FINISHES:
-                    running.finished = True
+                    running.finished, self.cached = True, piece.cached
                     return Finished(piece.finish, piece.stop_reason, piece.spans)
                 if piece.finish is not None:
                     return Broken(f"the engine ended with {piece.finish}", piece.finish == "abort", piece.spans)

@@ -169,7 +169,9 @@ class LiveCall(ModelCall):
         sequence = reason if isinstance(reason, str) else None
         ids, answer = self.exchange.ids, self.answer or Answer()
         thought = self.speech.thought(ids, answer)
-        return Choice(answer, self.finish or "stop", len(ids), tokens, sequence, thought)
+        cached = self._attempts.cached
+        cached = None if cached is None else min(cached, self.prompt_tokens)
+        return Choice(answer, self.finish or "stop", len(ids), tokens, sequence, thought, cached)
 
     def token_texts(self, start: int, end: int) -> tuple[TokenText, ...]:
         """Return sampled tokens as agents may ask to see them."""

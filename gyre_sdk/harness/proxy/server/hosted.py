@@ -52,6 +52,7 @@ class HostedCall(ModelCall):
         self._deltas: list[Delta] = []
         self._status = CallStatus.RECEIVED
         self._sampled = 0
+        self._cached: int | None = None
         self._cost = 0.0
         self._began = time.monotonic()
         self._ending = False
@@ -105,7 +106,7 @@ class HostedCall(ModelCall):
 
     def choice(self) -> Choice:
         """Return the finished answer."""
-        return Choice(self.answer or Answer(), self.finish or "stop", self._sampled)
+        return Choice(self.answer or Answer(), self.finish or "stop", self._sampled, cached_tokens=self._cached)
 
     def token_texts(self, start: int, end: int) -> tuple[TokenText, ...]:
         """Return nothing: there are no tokens to show."""
@@ -210,6 +211,7 @@ class HostedCall(ModelCall):
         self.prompt_tokens, self._sampled = (
             int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")
         )
+        self._cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         cost = whole.get("cost")
         prices = self._services.settings.prices
         self._cost = prices.of(self.prompt_tokens, self._sampled) if cost is None else float(cost)

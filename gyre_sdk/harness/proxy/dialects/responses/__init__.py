@@ -61,7 +61,7 @@ class Responses(Dialect):
         if not choices:
             return _encode(response_object(request, name, at, status, error=error))
         [choice] = choices
-        usage = usage_of(prompt_tokens, choice.completion_tokens, choice.reasoning_tokens)
+        usage = usage_of(prompt_tokens, choice.completion_tokens, choice.reasoning_tokens, choice.cached_tokens)
         items = output_items(request, name, choice)
         return _encode(response_object(request, name, at, status, items, usage, error))
 

@@ -131,11 +131,13 @@ def text_part(text: str, tokens: Sequence[TokenText] = ()) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": shown}
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int, reasoning_tokens: int) -> dict[str, Any]:
-    """Return the usage of a response. Cached tokens are not counted apart."""
+def usage_of(
+    prompt_tokens: int, completion_tokens: int, reasoning_tokens: int, cached_tokens: int | None
+) -> dict[str, Any]:
+    """Return the usage of a response; 0 cached tokens where they are not known."""
     return {
         "input_tokens": prompt_tokens,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": cached_tokens or 0, "cache_write_tokens": 0},
         "output_tokens": completion_tokens,
         "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": prompt_tokens + completion_tokens,

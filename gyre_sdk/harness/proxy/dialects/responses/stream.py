@@ -54,6 +54,7 @@ class ResponseStream(AnswerStream):
         """Deltas whose tokens have not come yet, where the request asked for log-probs."""
         self._status = "in_progress"
         self._reasoning_tokens = 0
+        self._cached_tokens: int | None = None
 
     def start(self, prompt_tokens: int) -> bytes:
         """See `AnswerStream.start`."""
@@ -77,12 +78,13 @@ class ResponseStream(AnswerStream):
         if self._part is None and not self._items:
             self._open(Part.CONTENT)
         self._status, self._reasoning_tokens = item_status(choice), choice.reasoning_tokens
+        self._cached_tokens = choice.cached_tokens
         self._close(self._status)
         return self._flush()
 
     def end(self, prompt_tokens: int, completion_tokens: int) -> bytes:
         """See `AnswerStream.end`."""
-        usage = usage_of(prompt_tokens, completion_tokens, self._reasoning_tokens)
+        usage = usage_of(prompt_tokens, completion_tokens, self._reasoning_tokens, self._cached_tokens)
         response = response_object(self._request, self._name, self._at, self._status, self._items, usage)
         self._emit(f"response.{self._status}", response=response)
         return self._flush()
