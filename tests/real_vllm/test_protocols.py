@@ -1,4 +1,4 @@
-"""The SDKs through the proxy to real vLLM: each protocol once, and every recorded log-prob is the model's own."""
+"""The SDKs, and programs that speak chat, through the proxy to real vLLM; every recorded log-prob is the model's own."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from typing import Any
 
 import agent as demo_agent
 import pytest
+from clients import programs
+from clients.record import Start
+from clients.touring import tour
 from test_sessions import same_as_the_model
 
 import gyre_sdk as gyre
 from gyre_sdk.journal import Journal
+from gyre_sdk.records import CallStatus, ForkReason
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -89,3 +93,38 @@ def test_every_protocol(service: gyre.ServiceClient, tmp_path: Path, demo_policy
         assert calls[below].prompt_ids[: len(whole)] == whole
     assert all(len(call.sampled_ids) == len(call.logprobs) > 0 for call in calls)
     same_as_the_model(demo_policy, calls)
+
+
+_SHORT = [
+    "mini.yaml",
+    "agent.system_template=You use the shell.",
+    "agent.instance_template={{task}}",
+    "agent.step_limit=2",
+    "model.format_error_template=Call bash.",
+    "model.model_kwargs.temperature=1.0",
+]
+"""mini-swe-agent's own texts are longer than the context of the demo's policy."""
+STARTS = {
+    "mini_swe_agent": (programs.mini_swe_agent, [part for text in _SHORT for part in ("-c", text)]),
+    "openai_agents": (programs.openai_agents, ["chat"]),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+async def test_a_program_ends_cleanly(name: str, vllm: str, demo_policy: Path, tmp_path: Path) -> None:
+    """mini-swe-agent speaks through LiteLLM."""
+    program, arguments = STARTS[name]
+    start = Start("Write oak into a.txt", tuple(arguments))
+    more: dict[str, Any] = {"renderer_options": {"enable_thinking": True, "thinking_retention": "all"}}
+    toured = await tour(program(), [start], tmp_path, demo_policy, vllm, max_tokens=24, **more)
+    assert [end.code for end in toured.ended] == [0], toured.ended
+    assert toured.refusals == []
+    assert (toured.lanes[0].role, toured.lanes[0].name) == ("main", "main")
+    whole = {call.call: call.prompt_ids + call.sampled_ids for call in toured.calls}
+    assert whole
+    for call in toured.calls:
+        assert (call.status, len(call.logprobs)) == (CallStatus.DELIVERED, len(call.sampled_ids))
+        if call.parent is not None:
+            assert call.prompt_ids[: call.shared] == whole[call.parent][: call.shared]
+            assert call.fork_reason in (None, ForkReason.CLIENT_EDIT)  # an answer without a call is left out
+    same_as_the_model(demo_policy, toured.calls)
