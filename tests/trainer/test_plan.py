@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gyre_sdk.errors import TrainerError
-from gyre_sdk.trainer.cells.plan import Move, Observation, Policy, plan
+from gyre_sdk.trainer.cells.plan import Move, Observation, Policy, plan, taken_back
 from gyre_sdk.trainer.cells.state import TRANSITIONS, CellEvent, CellState, after
 
 still = st.just(0)
@@ -187,6 +187,29 @@ def test_rising_water_takes_back_what_it_needs():
     assert released(seen) == -2
     soon = replace(seen, ready_s=60.0)
     assert released(soon) == 0, "six cells are done with 60 s of work before they would serve"
+
+
+@given(observations(moving=st.integers(1, 6)), policies, st.integers(0, 5))
+def test_who_has_drained_goes_only_when_the_rest_carries_the_water(seen, policy, others):
+    others = min(others, seen.moving - 1)
+    why = taken_back(seen, policy, others=others)
+    serving = seen.serving + others
+    short = seen.water * policy.reserve > serving * seen.cell_capacity
+    standing = seen.training + seen.moving - others - 1 < policy.standing
+    assert (why is None) == (not short or (standing and serving > 0))
+    if why is None and seen.water:
+        assert serving, "the last serving cell leaves no unfinished runs"
+
+
+def test_what_was_let_go_is_not_taken_back_while_nothing_changes():
+    """20 runs, 10 a cell: two of eight serve on, and each of the six that leave may, whichever looks first."""
+    (action,) = plan(SEEN, PLAIN)
+    assert (action.move, action.cells) == (Move.TO_TRAINING, 6)
+    left = replace(SEEN, serving=2, moving=6)
+    assert {taken_back(left, PLAIN, others=others) for others in range(6)} == {None}
+    risen = replace(left, dispatched=left.dispatched + 25)
+    assert [taken_back(risen, PLAIN, others=others) is None for others in range(6)] == [False] * 3 + [True] * 3
+    assert taken_back(risen, PLAIN, others=1) == "the water, 45 runs, is above what 3 other cells carry"
 
 
 def test_every_transition_of_a_cell():

@@ -1,9 +1,10 @@
 """The manager of cells: looks, asks the plan, and carries out what it says while agents notice nothing.
 
-One thread ticks: who died and who is back, an observation from what was counted and measured, the plan, its actions one
-cell after the other: to training the core first, then satellites in their order; back in reverse. What it must never do
-it does not do whatever the plan says: take the last serving cell from runs that are unfinished (one cell alone
-alternates), let a satellite train without the core, or wake a replica whose devices the training side has not let go.
+One thread ticks: who died and who is back, an observation from what was counted and measured, the plan, its actions, the
+cells of one side by side: to training the core first, then satellites in their order; back in reverse. When a cell has
+drained it looks at the water again: one that is not to leave any more serves on, the last first. What it must never do it
+does not do whatever the plan says: take the last serving cell from runs that are unfinished (one cell alone alternates),
+let a satellite train without the core, or wake a replica whose devices the training side has not let go.
 
 A cell that fails takes no requests and no units. Once its replica answers and the training side has let go, it comes back
 by loading the newest weights, like any other.
@@ -19,16 +20,17 @@ from dataclasses import replace
 
 import httpx
 
-from gyre_sdk.errors import ServiceError, TrainerError
-from gyre_sdk.events import CellMoved, CellsSeen, SwitchMeasured
+from gyre_sdk.errors import TrainerError
+from gyre_sdk.events import CellsSeen
 from gyre_sdk.harness.hooks import unobserved
 from gyre_sdk.harness.ports import Clock, Observer
 from gyre_sdk.trainer.cells.capacity import Capacity, Costs, Counters, Load, carried
 from gyre_sdk.trainer.cells.health import Health
+from gyre_sdk.trainer.cells.moves import LOST, Member, Moves
 from gyre_sdk.trainer.cells.observe import observed
-from gyre_sdk.trainer.cells.plan import Action, Move, Observation, Policy, plan
-from gyre_sdk.trainer.cells.state import CellEvent, CellState, after
-from gyre_sdk.trainer.cells.switch import Cell, Patience, PhaseFailed, Switched, to_serving, to_training
+from gyre_sdk.trainer.cells.plan import Action, Move, Observation, Policy, plan, taken_back
+from gyre_sdk.trainer.cells.state import CellState
+from gyre_sdk.trainer.cells.switch import Cell, Patience
 from gyre_sdk.trainer.cells.training_side import TrainingSide
 from gyre_sdk.trainer.publish import Publisher
 from gyre_sdk.trainer.transports import Replica, Unready
@@ -38,27 +40,8 @@ __all__ = ["Cell", "Manager"]
 Decide = Callable[[Observation, Policy], Sequence[Action]]
 _CHECK_S = 1.0
 """Seconds between looks at processes, and between reports of what was seen."""
-_RETRY_S = (0.5, 30.0)
-"""Seconds before a failed cell is brought back the first time, and at most; they double."""
-_LOST = "its worker is not connected to the core any more"
 
 _log = logging.getLogger("gyre.trainer")
-
-
-class Member:
-    """A cell under management."""
-
-    def __init__(self, cell: Cell, core: bool, now: float) -> None:
-        self.cell = cell
-        self.core = core
-        self.state = CellState.SERVING
-        self.since = now
-        self.retry_at = 0.0
-        self.retry_s = _RETRY_S[0]
-        self.worker: int | None = None
-        """Process id of its worker when it began to train."""
-        self.held = False
-        """Whether its worker may still have the devices: it was let in, and did not leave in order."""
 
 
 class Manager:
@@ -98,8 +81,6 @@ class Manager:
     ) -> None:
         if not cells:
             raise TrainerError("there are no cells to manage")
-        self.costs = costs or Costs()
-        """What switches were measured to take."""
         self._members = [Member(cell, not n, clock.monotonic()) for n, cell in enumerate(cells)]
         self._training = training
         self._publisher = publisher
@@ -112,11 +93,21 @@ class Manager:
         self._carried = Capacity(runs_per_cell)
         """What one serving cell was seen to carry."""
         self._observer = observer
+        self._moves = Moves(
+            training=training,
+            publisher=publisher,
+            patience=self._patience,
+            observer=observer,
+            clock=clock,
+            costs=costs or Costs(),
+        )
         self._period_s = period_s
         self._clock = clock
         self._health = Health(clock, min(0.5, 2 * period_s))
         self._acting = threading.Lock()
         """Held while cells are moved: by the thread, or by who gathers them."""
+        self._looking = threading.Lock()
+        """Held while it is decided whether a cell that has drained leaves: one at a time."""
         self._elsewhere: dict[str, str] = {}
         """Replicas that came back under another address."""
         self._gathered = False
@@ -170,6 +161,11 @@ class Manager:
         self._gathered = True
         self._gather(None)
 
+    @property
+    def costs(self) -> Costs:
+        """What switches were measured to take."""
+        return self._moves.costs
+
     def states(self) -> dict[str, CellState]:
         """Return what each cell does, the core first."""
         return {member.cell.name: member.state for member in self._members}
@@ -203,9 +199,7 @@ class Manager:
     def _observe(self) -> Observation:
         counters, progress = self._counters(), self._training.progress()
         if progress.pull_s or progress.push_s:
-            join = progress.pull_s + progress.push_s
-            if join != self.costs.join.value:
-                self.costs = replace(self.costs, join=replace(self.costs.join, value=join, measured=True))
+            self._moves.joining_takes(progress.pull_s + progress.push_s)
         self._carried = carried(self._load(), self._bound)
         return observed(list(self.states().values()), counters, progress, self.costs, capacity=self._carried.runs)
 
@@ -224,14 +218,14 @@ class Manager:
 
     def _carry_out(self, action: Action, seen: Observation) -> None:
         if action.move is Move.TO_TRAINING:
-            for member in self._leaving(action.cells, seen):
-                if self._gathered or not (member.core or self._members[0].state is CellState.TRAINING):
-                    return
-                self._go(member, action.reason)
+            if self._gathered:
+                return
+            leaving = self._leaving(action.cells, seen)
+            if self._members[0].state is CellState.TRAINING or any(member.core for member in leaving):
+                self._moves.leave(leaving, action.reason, self._stays)
         else:
             training = [member for member in reversed(self._members) if member.state is CellState.TRAINING]
-            for member in training[: action.cells]:
-                self._go_back(member, action.reason)
+            self._moves.go_back(training[: action.cells], action.reason)
 
     def _leaving(self, cells: int, seen: Observation) -> list[Member]:
         """Return the next cells of the order that can leave."""
@@ -243,45 +237,24 @@ class Manager:
         fit = [one for one in serving if now >= one.retry_at and (one.core or one.cell.name in waiting)]
         return fit[: max(0, cells)]
 
-    def _go(self, member: Member, reason: str) -> None:
-        """Take a cell to training."""
-        member.worker, member.held = member.cell.worker_pid(), not member.core
-        try:
-            switched = to_training(
-                member.cell,
-                member.core,
-                self._publisher,
-                self._training,
-                self._patience,
-                lambda event: self._enter(member, event, reason),
-            )
-        except PhaseFailed as error:
-            self._fail(member, str(error))
-            return
-        member.retry_s = _RETRY_S[0]
-        self.costs = replace(self.costs, to_train=self.costs.to_train.after(switched.seconds))
-        self._measured(member, "training", switched)
+    def _stays(self, member: Member) -> str | None:
+        """Return in words why a cell that has drained serves on; None when it leaves, which is final."""
+        with self._looking:
+            found = self._reason_to_stay(member)
+            member.leaves = found is None
+            return found
 
-    def _go_back(self, member: Member, reason: str) -> None:
-        """Take a cell back to serving."""
-        if not member.core and member.cell.name not in self._training.waiting():
-            self._fail(member, _LOST)  # it may still have the devices
-            return
-        try:
-            switched = self._serve(member, CellEvent.RETURN, reason)
-        except PhaseFailed as error:
-            self._fail(member, str(error))
-            return
-        self.costs = replace(self.costs, to_serve=self.costs.to_serve.after(switched.seconds))
-        self._measured(member, "serving", switched)
-
-    def _serve(self, member: Member, event: CellEvent, reason: str) -> Switched:
-        def enter(now: CellEvent) -> None:
-            if now is event:
-                member.held = False
-            self._enter(member, now, reason)
-
-        return to_serving(member.cell, member.core, self._publisher, self._training, self._patience, enter, event=event)
+    def _reason_to_stay(self, member: Member) -> str | None:
+        if self._gathered:
+            return "cells are gathered"
+        if not member.core and self._members[0].state is not CellState.TRAINING:
+            return "the core does not train"
+        if len(self._members) == 1:
+            return None
+        after = self._members[self._members.index(member) + 1 :]
+        draining = [one for one in self._members if one.state is CellState.DRAINING and one is not member]
+        others = sum(one.leaves is False or (one.leaves is None and one in after) for one in draining)
+        return taken_back(self._observe(), self._policy, others=others)
 
     def _gather_last(self, seconds: float) -> None:
         try:
@@ -292,13 +265,12 @@ class Manager:
 
     def _gather(self, deadline: float | None) -> None:
         with self._acting:
-            for member in reversed(self._members):
-                if deadline is not None and self._clock.monotonic() > deadline:
-                    return
-                if member.state is CellState.TRAINING:
-                    self._go_back(member, "cells are gathered")
-                elif self._may_return(member):
-                    self._try_again(member)
+            self._moves.go_back(
+                [member for member in reversed(self._members) if member.state is CellState.TRAINING],
+                "cells are gathered",
+            )
+            if deadline is None or self._clock.monotonic() <= deadline:
+                self._moves.bring_back([member for member in self._members if self._may_return(member)])
 
     # -- deaths and returns --------------------------------------------------------------------------------------------
 
@@ -311,10 +283,10 @@ class Manager:
                     member.cell = replace(member.cell, url=new)
                     self._watch()
                     if member.state is CellState.SERVING:
-                        self._fail(member, f"its replica came back at {new}")
+                        self._moves.fail(member, f"its replica came back at {new}")
         for member in self._members:
             if member.state is CellState.SERVING and (fault := self._health.fault(member.cell.url)):
-                self._fail(member, fault)
+                self._moves.fail(member, fault)
         now = self._clock.monotonic()
         if now - self._checked < _CHECK_S:
             return
@@ -323,10 +295,10 @@ class Manager:
         for member in self._members:
             if member.state is not CellState.TRAINING:
                 continue
-            if not member.core and member.worker != member.cell.worker_pid():
-                self._fail(member, "its worker's process ended")
+            if not member.core and member.has_ended:
+                self._moves.fail(member, "its worker's process ended")
             elif not member.core and member.cell.name not in connected:
-                self._fail(member, _LOST)
+                self._moves.fail(member, LOST)
             elif self._health.answers(member.cell.url):
                 self._keep_parked(member)
 
@@ -342,9 +314,8 @@ class Manager:
             _log.warning("the replica of %s does not say whether it is parked: %s", member.cell.name, error)
 
     def _bring_back(self) -> None:
-        for member in self._members:
-            if self._clock.monotonic() >= member.retry_at and self._may_return(member):
-                self._try_again(member)
+        now = self._clock.monotonic()
+        self._moves.bring_back([one for one in self._members if now >= one.retry_at and self._may_return(one)])
 
     def _may_return(self, member: Member) -> bool:
         """Tell whether a failed cell can come back: its replica answers, and its worker has ended or is known to wait."""
@@ -352,49 +323,7 @@ class Manager:
             return False
         if member.core:
             return self._training.close_gate(0.0)
-        gone = not member.held or member.worker != member.cell.worker_pid()
-        return gone or member.cell.name in self._training.waiting()
-
-    def _try_again(self, member: Member) -> None:
-        try:
-            self._serve(member, CellEvent.START, "its replica answers")
-        except PhaseFailed as error:
-            if member.state is CellState.FAILED:
-                _log.warning("%s could not be brought back: %s", member.cell.name, error)
-                self._later(member)
-            else:
-                self._fail(member, str(error))
-            return
-        member.retry_at = self._clock.monotonic() + member.retry_s  # it serves so long before it trains again
-
-    def _fail(self, member: Member, reason: str) -> None:
-        """Take a cell out of both roles as far as that can be told to others."""
-        _log.warning("%s failed: %s", member.cell.name, reason)
-        self._enter(member, CellEvent.FAIL, reason)
-        try:
-            self._publisher.withdraw(member.cell.url, 0.0)
-        except (TrainerError, ServiceError) as error:
-            _log.warning("%s: %s", member.cell.name, error)
-        self._later(member)
-
-    def _later(self, member: Member) -> None:
-        member.retry_at = self._clock.monotonic() + member.retry_s
-        member.retry_s = min(2 * member.retry_s, _RETRY_S[1])
+        return not member.held or member.has_ended or member.cell.name in self._training.waiting()
 
     def _watch(self) -> None:
         self._health.watch([member.cell.url for member in self._members])
-
-    # -- telling -------------------------------------------------------------------------------------------------------
-
-    def _enter(self, member: Member, event: CellEvent, reason: str) -> None:
-        before, now = member.state, self._clock.monotonic()
-        member.state = after(before, event)
-        seconds, member.since = now - member.since, now
-        _log.info("%s is %s after %.2f s of %s: %s", member.cell.name, member.state, seconds, before, reason)
-        self._observer(CellMoved(self._clock.time(), member.cell.name, member.state, before, seconds, reason))
-
-    def _measured(self, member: Member, to: str, switched: Switched) -> None:
-        drained = switched.drained
-        self._observer(
-            SwitchMeasured(self._clock.time(), member.cell.name, to, switched.phases, drained.finished, drained.moved)
-        )

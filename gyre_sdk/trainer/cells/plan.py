@@ -111,6 +111,24 @@ def plan(seen: Observation, policy: Policy) -> tuple[Action, ...]:
     return (action,) if action else ()
 
 
+def taken_back(seen: Observation, policy: Policy, *, others: int) -> str | None:
+    """Return in words why a cell that has drained serves on after all; None where it may go.
+
+    It does where the water rose above what the other cells carry, but for the standing cells.
+
+    Args:
+        seen: with the cell among those that move.
+        others: cells that drain too and serve on, or would do so before this one leaves.
+    """
+    serving = seen.serving + others
+    ahead = seen.training + seen.moving - others - 1
+    if ahead < policy.standing and serving:
+        return None
+    if not seen.water or seen.water * policy.reserve <= serving * seen.cell_capacity:
+        return None
+    return f"the water, {seen.water} runs, is above what {serving} other cells carry"
+
+
 def _hold(seen: Observation, policy: Policy) -> Action | None:
     """Bring the standing split about."""
     missing = min(policy.standing - seen.training, _may_leave(seen))

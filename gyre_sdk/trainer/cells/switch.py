@@ -1,6 +1,7 @@
 """How one cell goes over, to training and back, phase by phase. Each phase is timed, and one that fails is named.
 
-To training: out of routing (`drain`: what does not end within the bound goes on on other cells, from what it has sampled)
+To training: out of routing (`drain`: what does not end within the bound goes on on other cells, from what it has sampled;
+here it may still be taken back: the replica is as it was)
 -> the replica makes room (`park`) -> the training side takes over (`join`).
 
 Back: the training side lets go (`leave`) -> the replica takes its room again (`wake`) -> the newest weights, checked ->
@@ -212,12 +213,19 @@ Enter = Callable[[CellEvent], None]
 
 
 def to_training(
-    cell: Cell, core: bool, publisher: Publisher, training: TrainingSide, patience: Patience, enter: Enter
+    cell: Cell,
+    core: bool,
+    publisher: Publisher,
+    training: TrainingSide,
+    patience: Patience,
+    enter: Enter,
+    stays: Callable[[], bool] = lambda: False,
 ) -> Switched:
     """Make a serving cell train.
 
     Args:
         core: whether it is the core, which has a gate where satellites join.
+        stays: asked when it has drained; whether it serves on after all.
 
     Raises:
         PhaseFailed: naming the phase. The cell takes no requests then, whichever it was.
@@ -226,6 +234,11 @@ def to_training(
     enter(CellEvent.LEAVE)
     with switched.phase("drain"):
         switched.drained = publisher.withdraw(cell.url, patience.drain_s)
+    if stays():
+        with switched.phase("return"):
+            switched.phases |= publisher.restore(cell.url, patience=patience.restore_s)
+        enter(CellEvent.STAY)
+        return switched
     enter(CellEvent.DRAINED)
     with switched.phase("park"), Replica(cell.url, publisher.current.version) as replica:
         cell.parking.park(replica)

@@ -1,0 +1,289 @@
+"""Cells of one action that move side by side: together, each on its own when one fails, and back again when water rises."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cells_kit import Toys, counted, moves
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_manager import World
+
+from gyre_sdk.errors import TrainerError
+from gyre_sdk.events import SwitchMeasured
+from gyre_sdk.harness.service import ServiceClient
+from gyre_sdk.trainer.cells.moves import side_by_side
+
+LONG = 60.0
+
+
+class ToyProxy:
+    """Speaks the part of the control API that routing needs; `draining` is called while a replica drains."""
+
+    def __init__(self) -> None:
+        self.draining: Callable[[str], object] = lambda url: None
+        self.table: set[str] = set()
+        toy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_PUT(self) -> None:
+                toy.table = {row["url"] for row in self.body()["replicas"]}
+                self.answer({"version": 0, "replicas": []})
+
+            def do_POST(self) -> None:
+                url = self.body()["url"]
+                toy.table = toy.table - {url}
+                toy.draining(url)
+                self.answer({"finished": 1, "moved": 0})
+
+            def body(self) -> Any:
+                return json.loads(self.rfile.read(int(self.headers["content-length"])))
+
+            def answer(self, body: dict[str, Any]) -> None:
+                data = json.dumps(body).encode()
+                self.send_response(200)
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+        self.service = ServiceClient(f"http://127.0.0.1:{self._server.server_port}", "key", patience=0.0)
+
+    def close(self) -> None:
+        self.service.close()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@contextmanager
+def routed(folder: Path) -> Iterator[tuple[World, ToyProxy]]:
+    """Three cells behind a proxy."""
+    toys, proxy = Toys(folder, 3), ToyProxy()
+    try:
+        toys.publisher.connect([toy.url for toy in toys.replicas], proxy.service)
+        toys.publisher.start()
+        yield World(toys), proxy
+    finally:
+        proxy.close()
+        toys.close()
+
+
+@pytest.fixture
+def behind(tmp_path: Path) -> Iterator[tuple[World, ToyProxy]]:
+    with routed(tmp_path) as found:
+        yield found
+
+
+def states(world: World, cell: str) -> list[str]:
+    return [state for state, _ in moves(world.toys.events, cell)]
+
+
+def test_cells_of_one_action_drain_and_join_side_by_side(behind: tuple[World, ToyProxy]) -> None:
+    """Each waits for the others where only one after the other would never meet."""
+    world, proxy = behind
+    drains, joins, leaves = threading.Barrier(3), threading.Barrier(2), threading.Barrier(2)
+    proxy.draining = lambda url: drains.wait(LONG)
+    world.hand.join_wait = lambda cell, seconds: joins.wait(LONG) >= 0  # type: ignore[method-assign]
+    dismiss, close_gate = world.hand.dismiss, world.hand.close_gate
+    order: list[str] = []
+
+    def together(cell: str, seconds: float) -> bool:
+        leaves.wait(LONG)
+        order.append(cell)
+        return dismiss(cell, seconds)
+
+    def last(seconds: float) -> bool:
+        order.append("cell-0")
+        return close_gate(seconds)
+
+    world.hand.dismiss, world.hand.close_gate = together, last  # type: ignore[method-assign]
+    world.counters = counted(4, 4)
+    assert world.tick(3) == ["training"] * 3
+    world.check()
+    measured = [event for event in world.toys.events if isinstance(event, SwitchMeasured)]
+    assert {event.cell: event.finished for event in measured} == {"cell-0": 1, "cell-1": 1, "cell-2": 1}
+    assert world.tick(-3) == ["serving"] * 3
+    assert sorted(order) == ["cell-0", "cell-1", "cell-2"] and order[-1] == "cell-0"
+    assert proxy.table == {toy.url for toy in world.toys.replicas}
+    world.check()
+
+
+@pytest.mark.parametrize("broken", ["pause", "slow"])
+def test_one_that_fails_does_not_stop_the_others(behind: tuple[World, ToyProxy], broken: str) -> None:
+    world, _ = behind
+    world.tick(1)
+    world.counters = counted(4, 4)
+    world.toys.replicas[1].broken.add(broken)
+    world.hand.slow = {"cell-1"} if broken == "slow" else set()
+    assert world.tick(2) == ["training", "failed", "training"]
+    world.toys.replicas[1].broken.clear()
+    assert world.tick() == ["training", "serving", "training"]
+    world.hand.stuck = {"cell-2"}
+    assert world.tick(-2) == ["serving", "serving", "failed"]
+    world.exclusive(set())
+
+
+def test_satellites_whose_core_fails_serve_on(behind: tuple[World, ToyProxy]) -> None:
+    """They have drained by then, and are as they were."""
+    world, proxy = behind
+    world.toys.replicas[0].broken.add("pause")
+    world.toys.replicas[1].asked.clear()
+    assert world.tick(2) == ["failed", "serving", "serving"]
+    assert moves(world.toys.events, "cell-1") == [
+        ("draining", "the test wants it"),
+        ("serving", "the core does not train"),
+    ]
+    assert world.toys.replicas[1].url in proxy.table and "/pause" not in str(world.toys.replicas[1].asked)
+    world.check()
+
+
+@pytest.mark.parametrize(
+    ("water", "found"),
+    [
+        (7, ["training", "training", "serving"]),
+        (8, ["training", "training", "serving"]),
+        (9, ["training", "serving", "serving"]),
+        (16, ["training", "serving", "serving"]),
+        (17, ["serving", "serving", "serving"]),
+    ],
+)
+def test_cells_that_the_water_needs_again_are_taken_back(
+    behind: tuple[World, ToyProxy], water: int, found: list[str]
+) -> None:
+    """8 runs a cell; the last to leave stays first."""
+    world, proxy = behind
+    asked = [list(toy.asked) for toy in world.toys.replicas]
+
+    def rise(url: str) -> None:
+        world.counters = counted(water)
+
+    proxy.draining = rise
+    assert world.tick(2) == found
+    world.check()
+    for number, state in enumerate(found[:2]):
+        assert states(world, f"cell-{number}") == (
+            ["draining", "serving"] if state == "serving" else ["draining", "switching", "training"]
+        )
+        if state == "serving":
+            alone = number and found[0] == "serving"
+            why = "the core does not train" if alone else f"the water, {water} runs, is above"
+            assert why in moves(world.toys.events, f"cell-{number}")[-1][1]
+            assert "pause" not in str(world.toys.replicas[number].asked[len(asked[number]) :])
+    measured = [event.cell for event in world.toys.events if isinstance(event, SwitchMeasured)]
+    assert len(measured) == found.count("training"), "what was taken back is no switch"
+
+
+def test_a_version_that_came_meanwhile_reaches_who_is_taken_back(behind: tuple[World, ToyProxy]) -> None:
+    world, proxy = behind
+    toy = world.toys.replicas[0]
+
+    def rise(url: str) -> None:
+        if toy.version == "0":
+            world.counters = counted(99)
+            assert world.toys.publisher.publish({}, step=1)
+
+    proxy.draining = rise
+    assert world.tick(1) == ["serving"] * 3
+    assert toy.version == str(world.toys.publisher.current.version) != "0"
+    world.check()
+
+
+def test_a_replica_that_cannot_be_taken_back_takes_no_requests(behind: tuple[World, ToyProxy]) -> None:
+    """It died while it drained, and came back with nothing."""
+    world, proxy = behind
+    toy = world.toys.replicas[0]
+
+    def die(url: str) -> None:
+        world.counters = counted(99)
+        toy.broken.add("finish_weight_update")
+
+    proxy.draining = die
+    assert world.tick(1) == ["failed", "serving", "serving"]
+    assert moves(world.toys.events, "cell-0")[-1][1].startswith("return: Behind")
+    assert toy.url not in proxy.table
+    toy.broken.clear()
+    proxy.draining = lambda url: None
+    assert world.tick(seconds=60) == ["serving"] * 3
+    world.check()
+
+
+def test_who_gathers_takes_back_what_has_not_left(behind: tuple[World, ToyProxy]) -> None:
+    world, proxy = behind
+
+    def gather(url: str) -> None:
+        world.manager._gathered = True
+
+    proxy.draining = gather
+    assert world.tick(2) == ["serving"] * 3
+    assert moves(world.toys.events, "cell-1")[-1] == ("serving", "cells are gathered")
+    world.check()
+
+
+steps = st.lists(
+    st.tuples(st.integers(-3, 3).filter(bool), st.integers(0, 30), st.sets(st.integers(0, 2)), st.booleans()),
+    max_size=6,
+)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps)
+def test_whatever_the_water_does_meanwhile_somebody_serves(
+    tmp_path_factory: pytest.TempPathFactory, schedule: list[tuple[int, int, set[int], bool]]
+) -> None:
+    """While cells drain, water rises or falls and replicas break; a cell that left is one that the rest could spare."""
+    with routed(tmp_path_factory.mktemp("moves")) as (world, proxy):
+        for cells, water, broken, before in schedule:
+            world.counters = counted(99, 98 if before else 99)
+
+            def meanwhile(url: str, water: int = water) -> None:
+                world.counters = counted(99, 99 - water)
+
+            proxy.draining = meanwhile
+            for number in broken:
+                world.toys.replicas[number].broken.add("pause")
+            began = len(world.toys.events)
+            found = world.tick(cells, seconds=60)
+            world.exclusive(set())
+            events = world.toys.events[began:]
+            went = any(isinstance(event, SwitchMeasured) and event.to == "training" for event in events)
+            assert not went or found.count("serving") * 8 >= water
+            assert "training" not in found or found[0] in ("training", "failed")
+            for toy in world.toys.replicas:
+                toy.broken.clear()
+        proxy.draining = lambda url: None
+        world.manager.gather()
+        for _ in range(3):
+            world.tick(seconds=60)
+        assert set(world.manager.states().values()) == {"serving"}
+        world.check()
+
+
+def test_what_one_raises_is_raised_when_all_have_ended() -> None:
+    ended: list[int] = []
+    first = threading.Event()
+
+    def broken() -> None:
+        first.set()
+        raise TrainerError("the second")
+
+    def whole() -> None:
+        assert first.wait(LONG)
+        ended.append(1)
+
+    with pytest.raises(TrainerError, match="the second"):
+        side_by_side([whole, broken, whole])
+    assert ended == [1, 1]
+    side_by_side([])
