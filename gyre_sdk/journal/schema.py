@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +26,8 @@ APPLICATION_ID = 0x67797265  # "gyre"
 FORMAT = 2
 STORE_NAME = "gyre.db"
 """File of a store that is given as a directory."""
+_PATIENCE = 30.0
+"""Seconds to wait for another process that holds the store."""
 
 _TABLES = """
 CREATE TABLE run (
@@ -96,12 +99,12 @@ def connect(path: Path, mode: Literal["r", "rw"]) -> sqlite3.Connection:
         connection = sqlite3.connect(
             f"file:{path}?mode={'ro' if mode == 'r' else 'rwc'}",
             uri=True,
-            timeout=30.0,
+            timeout=_PATIENCE,
             isolation_level=None,
             check_same_thread=False,
         )
         if mode == "rw":
-            connection.execute("PRAGMA journal_mode=WAL")
+            _use_log(connection)
             connection.execute("PRAGMA synchronous=FULL")
             _create_tables(connection)
         _check_format(connection, path)
@@ -110,6 +113,19 @@ def connect(path: Path, mode: Literal["r", "rw"]) -> sqlite3.Connection:
             connection.close()
         raise JournalError(f"store {path} cannot be opened: {error}; is it a gyre store on a local disk?") from error
     return connection
+
+
+def _use_log(connection: sqlite3.Connection) -> None:
+    """Have the store write ahead. SQLite does not wait where another process opens the same new file at the same time."""
+    until = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                raise
+        time.sleep(0.01)
 
 
 def _create_tables(connection: sqlite3.Connection) -> None:

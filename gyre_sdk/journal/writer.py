@@ -32,7 +32,7 @@ from gyre_sdk.journal.wal import WriteAheadLog
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 _MAX_BATCH = 512
-_GATHER_SECONDS = 0.005
+_GATHER_SECONDS = 0.01
 """How long a write may wait for others while the loop has other work."""
 _REST_SECONDS = 0.00005
 """A turn of the loop that takes less had nothing to do."""

@@ -292,3 +292,32 @@ def test_two_processes_write_one_store(tmp_path: Path) -> None:
         futures = [(one if number % 2 else two).append("s", "k", number, at=0.0) for number in range(200)]
         assert len({future.result() for future in futures}) == 200
         assert len(one.entries("s")) == 200
+
+
+def test_processes_open_one_new_store_at_the_same_moment(tmp_path: Path) -> None:
+    """SQLite refuses a second process that turns a new file to write-ahead logging, without waiting."""
+    program = """
+import sys
+from pathlib import Path
+from gyre_sdk.journal import Journal
+for line in sys.stdin:
+    Journal(Path(line.strip())).close()
+    print("opened", flush=True)
+"""
+    crowd = [
+        subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    try:
+        for number in range(100):
+            for process in crowd:
+                assert process.stdin is not None
+                process.stdin.write(f"{tmp_path / f'{number}.db'}\n")
+                process.stdin.flush()
+            for process in crowd:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "opened\n"
+    finally:
+        for process in crowd:
+            process.kill()
+            process.communicate()

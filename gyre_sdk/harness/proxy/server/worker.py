@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import threading
@@ -46,7 +47,8 @@ async def _serve(server: ProxyServer) -> None:
     loop.add_signal_handler(signal.SIGINT, server.stop)
 
     def leash() -> None:
-        sys.stdin.buffer.read()
+        while os.read(sys.stdin.fileno(), 1):  # not through the buffer: its lock would be held when this process ends
+            pass
         server.stop()
 
     def announce(url: str) -> None:

@@ -38,6 +38,7 @@ _PATIENCE = 30.0
 """Seconds that a request waits for its worker to be started again."""
 _KEYS = 100_000
 """Keys whose worker is remembered."""
+_WORKER = "import sys; from gyre_sdk.harness.proxy.server.worker import main; sys.exit(main())"
 _HOP = frozenset(
     ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
      "upgrade", "host", "expect")
@@ -126,7 +127,7 @@ class Workers:
         wanted = settings.port + 1 + index if settings.port else 0
         return Child(
             f"worker {index}",
-            lambda port: ["-m", "gyre_sdk.harness.proxy.server.worker"],
+            lambda port: ["-c", _WORKER],
             READY,
             port=wanted if _free(wanted) else 0,
             feed=feed,
