@@ -77,6 +77,22 @@ def test_a_lane_key_opens_no_control_api(model: Path, tmp_path: Path) -> None:
         assert proxy.chat({"api_key": proxy.service_key}, HELLO).status_code == 401
 
 
+@pytest.mark.parametrize("name", ["Authorization", "x-api-key", "api-key"])
+def test_bytes_that_are_no_text_are_no_key(model: Path, tmp_path: Path, name: str) -> None:
+    with scripted(model, tmp_path, {}, say(104, 260)) as (proxy, _):
+        start = b"Bearer " if name == "Authorization" else b""
+        for key in (b"\xff\xfe", b"\xc3(", proxy.run()["api_key"].encode() + b"\x80"):
+            for method, path, body in (
+                ("GET", "/v1/models", None),
+                ("POST", "/v1/chat/completions", json.dumps(HELLO).encode()),
+                ("POST", "/v1/messages", json.dumps(HELLO).encode()),
+                ("GET", "/gyre/v1/status", None),
+            ):
+                reply = exchange(proxy.url, request(method, path, body, {name: start + key}))
+                assert reply is not None and reply.status == 401, reply
+                assert reply.json["error"]["message"]
+
+
 def test_a_revoked_key_opens_nothing_for_good(model: Path, tmp_path: Path) -> None:
     """Also after a restart; other lanes of the run go on; a second time changes nothing."""
     with scripted(model, tmp_path, {}, say(104, 260)) as (proxy, _):

@@ -205,14 +205,17 @@ def test_another_workers_run_is_not_touched(service: ProxyProcess) -> None:
 
 
 def test_one_connection_carries_the_keys_of_runs_with_different_workers(service: ProxyProcess) -> None:
-    """A pooled client's connection belongs to no run: each request goes to the worker of its own key."""
+    """A pooled client's connection belongs to no run: each request goes to the worker of its own key.
+
+    A header in another encoding than UTF-8 keeps no request from its worker.
+    """
     runs = [service.proxy.run() for _ in range(WORKERS)]
     assert len({access["base_url"] for access in runs}) == WORKERS
     host, port = "127.0.0.1", service.port
     with socket.create_connection((host, port), timeout=60) as connection:
         for _ in range(2):
             for access in runs:
-                connection.sendall(request_bytes(access["api_key"]))
+                connection.sendall(request_bytes(access["api_key"], b"X-Name: J\xfcrgen\r\n"))
                 assert status_of(connection) == 200
     calls = service.proxy.calls()
     assert len({call.run for call in calls}) == WORKERS and len(calls) >= WORKERS
@@ -254,14 +257,14 @@ def test_a_head_that_never_ends_is_cut_off(model: Path, tmp_path: Path, engine: 
         loop.close()
 
 
-def request_bytes(key: str) -> bytes:
-    """Return a chat request as it goes over a connection."""
+def request_bytes(key: str, more: bytes = b"") -> bytes:
+    """Return a chat request as it goes over a connection, with more headers."""
     body = json.dumps({"model": "policy", **ASK}).encode()
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: g\r\nAuthorization: Bearer {key}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
-    return head.encode() + body
+    return head.encode().removesuffix(b"\r\n") + more + b"\r\n" + body
 
 
 def status_of(connection: socket.socket) -> int:

@@ -107,11 +107,12 @@ class Agents:
 
 
 def bearer(request: web.Request) -> str:
-    """Return the key that a request carries, or an empty string."""
+    """Return the key that a request carries, or an empty string; what is no text is no key."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() == "bearer":
-        return key.strip()
-    return request.headers.get("x-api-key") or request.headers.get("api-key") or ""
+    if scheme.lower() != "bearer":
+        key = request.headers.get("x-api-key") or request.headers.get("api-key") or ""
+    key = key.strip()
+    return key if key.isprintable() else ""
 
 
 def _model(name: str) -> dict[str, object]:
