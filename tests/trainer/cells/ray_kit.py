@@ -166,7 +166,7 @@ def marked(mark: str) -> dict[int, str]:
 
 
 DRIVER = f"""
-import json, select, sys
+import json, os, select, sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from ray_kit import driven, toy
@@ -176,7 +176,7 @@ from gyre_sdk.trainer.lingering import Linger
 assert "ray" not in sys.modules and "torch" not in sys.modules
 folder, address, seconds = Path(sys.argv[1]), sys.argv[2] or None, float(sys.argv[3])
 launcher = RayLauncher(
-    address, observer=lambda event: None, namespace="gyre-toy", logs=folder, linger=Linger(folder / "run", seconds), silence=3.0
+    address, observer=lambda event: None, namespace=os.environ.get("TRAINING", "gyre-toy"), logs=folder, linger=Linger(folder / "run", seconds), silence=3.0
 )
 cells = [launcher.launch(spec) for spec in driven(folder, sys.argv[4:])]
 try:

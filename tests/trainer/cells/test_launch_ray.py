@@ -24,7 +24,7 @@ from gyre_sdk.events import ProcessRestarted
 from gyre_sdk.trainer.cells.launch import CellSpec
 from gyre_sdk.trainer.cells.launch.node import KEPT, Node, Order
 from gyre_sdk.trainer.cells.launch.ray import RayCell, RayLauncher
-from gyre_sdk.trainer.cells.launch.terms import Fenced, Term
+from gyre_sdk.trainer.cells.launch.terms import Fenced, Term, Terms
 from gyre_sdk.trainer.lingering import Linger
 from gyre_sdk.trainer.weights import WeightFolder
 
@@ -202,6 +202,19 @@ def test_a_closed_connection_ends_the_supervision(cells: Cells, tmp_path: Path) 
     assert not ray.is_initialized()
 
 
+def test_sigterm_is_left_to_who_handles_it(cluster: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """Ray would say so, and have the process aborted three seconds later."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    cells = Cells(cluster.address)
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert came == [signal.SIGTERM] and "SIGTERM received" not in capfd.readouterr().err
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        cells.launcher.close()
+
+
 def test_without_room_the_error_names_it(cells: Cells, tmp_path: Path) -> None:
     cells.launcher._room = 1.0
     cell = cells.launch("cell-1", toy(tmp_path, "replica"), resources={"slot": 5.0})
@@ -286,15 +299,24 @@ def test_cells_that_shall_linger_in_another_way_begin_anew(successor: Callable[.
 
 
 def test_nobody_comes_back_to_a_cluster(cluster: Any, tmp_path: Path) -> None:
-    """Cells end, and so does what waited for room."""
-    with ray_kit.connected(cluster.address):
-        process = ray_kit.driver(tmp_path, cluster.address, 0.1, "50")
-        pids = json.loads(ray_kit.said(process))
-        eventually(lambda: len(ray_kit.groups()) == 3)
-        process.kill()
-        process.communicate()
-        eventually(lambda: not any(map(alive, pids.values())))
-        eventually(lambda: ray_kit.groups() == [] == ray_kit.wardens())
+    """Cells end, and so does what waited for room, of a trainer that is gone and of one that never moves again."""
+    ways, drivers, pids = {"gyre-gone": signal.SIGKILL, "gyre-still": signal.SIGSTOP}, {}, []
+    try:
+        with ray_kit.connected(cluster.address):
+            for training in ways:
+                (tmp_path / training).mkdir()
+                drivers[training] = ray_kit.driver(tmp_path / training, cluster.address, 0.1, "50", TRAINING=training)
+            for process in drivers.values():
+                pids += json.loads(ray_kit.said(process)).values()
+            eventually(lambda: len(ray_kit.groups()) == 2 * 3)
+            for training, way in ways.items():
+                drivers[training].send_signal(way)
+            eventually(lambda: not any(map(alive, pids)))
+            eventually(lambda: ray_kit.groups() == [] == ray_kit.wardens())
+    finally:
+        for process in drivers.values():
+            process.kill()
+            process.communicate()
 
 
 def test_a_cluster_of_ones_own_outlives_a_trainer_killed_with_9(tmp_path: Path) -> None:
@@ -309,14 +331,7 @@ def test_a_cluster_of_ones_own_outlives_a_trainer_killed_with_9(tmp_path: Path) 
         process.communicate()
     assert pids[0] == pids[1] and all(map(alive, pids[0].values()))
     (tmp_path / "run" / "ray.json").unlink()
-
-    def agents(lines: dict[int, str]) -> bool:
-        """Tell whether only agents of Ray are left, which end by themselves when they miss their node for a minute."""
-        return all(line.startswith(("ray::DashboardAgent", "ray::RuntimeEnvAgent")) for line in lines.values())
-
-    eventually(lambda: agents(ray_kit.marked(mark)))
-    for agent in ray_kit.marked(mark):
-        os.kill(agent, signal.SIGKILL)
+    eventually(lambda: not ray_kit.marked(mark))
 
 
 @pytest.mark.parametrize(
@@ -340,6 +355,18 @@ except SettingsError as error:
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert error in run.stdout, run.stderr
+
+
+def test_only_the_newest_term_is_heard() -> None:
+    terms = Terms("here")
+    first, second = terms.begin(), terms.begin()
+    terms.check(second)
+    for older in (first, Term("elsewhere", 9)):
+        with pytest.raises(Fenced, match="another trainer has taken over"):
+            terms.check(older)
+    terms.check(Term("here", 5))  # another was told of it first
+    with pytest.raises(Fenced):
+        terms.check(second)
 
 
 def test_weights_for_other_machines_lie_in_the_output_folder(tmp_path: Path) -> None:

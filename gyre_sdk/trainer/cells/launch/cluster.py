@@ -22,7 +22,7 @@ _STORE = 80 << 20
 
 
 def main() -> None:
-    """Start the cluster with nothing that cells do not need; say its address; end it at a signal."""
+    """Start the cluster with nothing that cells do not need; say its address; wait for the end."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault(
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
@@ -42,14 +42,12 @@ def main() -> None:
             "worker_niceness": 0,  # 15 otherwise, also for what the actors start
         },
     )
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    # who ends this process kills its group, where all of the cluster's are: their own way to end takes many seconds
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.stdout.write(f"{READY} {ray.get_runtime_context().gcs_address}\n")
     sys.stdout.flush()
-    try:
-        while True:
-            signal.pause()
-    finally:
-        ray.shutdown()
+    while True:
+        signal.pause()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator, Mapping
@@ -54,6 +55,7 @@ class Connection:
             raise SettingsError(
                 f"no Ray cluster at cells.ray_address = {self._address!r}: {self._failure}; start one with `ray start --head`, or leave the address out"
             ) from self._failure
+        _keep_sigterm()
         node = str(ray.get_runtime_context().get_node_id())
         return str(ray.util.get_node_ip_address()), node
 
@@ -115,6 +117,13 @@ def ask_for_token() -> None:
 
     os.environ.update(token_mode())
     Config.initialize("")  # it was read from the environment when Ray was imported
+
+
+def _keep_sigterm() -> None:
+    """Put this process's handler of SIGTERM back: Ray's aborts the process three seconds after the signal."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 @contextlib.contextmanager

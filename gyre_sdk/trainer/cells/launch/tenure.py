@@ -192,7 +192,11 @@ class Tenure:
                 continue
         raise TrainerError(
             f"the actor {WARDEN!r} of this training (namespace {self._namespace!r}) on the Ray cluster"
-            + (f" ended {attempts} times while it started: {lost}" if attempts else " does not answer; end it")
+            + (
+                f" ended {attempts} times while it started: {lost}"
+                if attempts
+                else " does not answer; run the same command again once it has ended, output.linger_s after the last trainer"
+            )
         )
 
     def _there(self) -> Any:

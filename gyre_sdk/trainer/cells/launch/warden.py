@@ -24,6 +24,8 @@ __all__ = ["Claim", "Linger", "Warden"]
 
 _LOOK = 0.5
 """Seconds between looks at the clock."""
+_GIVE_BACK = 10.0
+"""Seconds that giving all places back may take when nobody has come."""
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -86,14 +88,8 @@ class Warden:
 
     def vacate(self, term: Term, cell: str) -> None:
         """Give a cell's place back; what runs there ends. Idempotent."""
-        import ray
-        from ray.util.placement_group import remove_placement_group
-
         self._terms.check(term)
-        if cell in self._held:
-            _, group, actor = self._held.pop(cell)
-            ray.kill(actor, no_restart=True)
-            remove_placement_group(group)
+        self._vacate(cell)
 
     def retain(self, term: Term, cells: Collection[str]) -> None:
         """Give back the places of all other cells."""
@@ -108,10 +104,28 @@ class Warden:
         self.retain(term, ())
         ray.actor.exit_actor()
 
+    def _vacate(self, cell: str) -> None:
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        held = self._held.pop(cell, None)
+        if held is not None:
+            _, group, actor = held
+            ray.kill(actor, no_restart=True)
+            remove_placement_group(group)
+
     def _wait(self) -> None:
         while time.monotonic() - self._heard < self._linger.silence + self._linger.seconds:
             time.sleep(_LOOK)
+        # groups outlive their maker as long as the job that made that one, and the trainer may be there, stopped for ever
+        giving = threading.Thread(target=self._give_back, name="give all back", daemon=True)
+        giving.start()
+        giving.join(_GIVE_BACK)
         os._exit(0)
+
+    def _give_back(self) -> None:
+        for cell in list(self._held):
+            self._vacate(cell)
 
 
 def _reserve(claim: Claim, warden: str) -> tuple[Any, Any]:
