@@ -38,6 +38,7 @@ _REFUSED = (
 _MESSAGE_KEYS = frozenset(
     ("role", "content", "reasoning", "reasoning_content", "tool_calls", "tool_call_id", "refusal", "function_call")
 )
+_KNOWN_ROLES = ("system", "user", "assistant", "tool")
 _ROLES = {"developer": "system", "function": "tool"}
 _TEXT_PARTS = frozenset(("text", "input_text", "output_text"))
 
@@ -107,12 +108,16 @@ def _begun(request: ModelRequest) -> ModelRequest:
 
 
 def _message(message: Any, at: int) -> Message:
+    if isinstance(message, dict) and len(message) == 2:  # nearly all of a long history
+        role, content = message.get("role"), message.get("content")
+        if isinstance(content, str) and role in _KNOWN_ROLES:
+            return Message(role, content)
     where = f"messages[{at}]"
     if not isinstance(message, dict):
         refuse(f"{where} must be an object", where)
     role = message.get("role")
     role = _ROLES.get(role, role) if isinstance(role, str) else role
-    if role not in ("system", "user", "assistant", "tool"):
+    if role not in _KNOWN_ROLES:
         refuse(f"{where}.role is {role!r}; use system, developer, user, assistant or tool", f"{where}.role")
     content = _content(message.get("content"), f"{where}.content")
     refusal = message.get("refusal")

@@ -269,8 +269,10 @@ def _left_out(before: Sequence[Message], messages: Sequence[Message], found: int
 
 
 def _steps(node: _Node, message: Message, lenient: bool) -> list[_Node]:
-    children = node.children.get(_key(node, message), [])
-    if len(children) == 1 and children[0].message == message:
+    likely = node.newest
+    same = likely is not None and likely.message == message
+    children = node.children.get(likely.key if likely is not None and same else identity(message), [])
+    if len(children) == 1 and ((same and children[0] is likely) or children[0].message == message):
         return children
     reasoning, _ = split_thinking(message)
     exact = [child for child in children if child.message and split_thinking(child.message)[0] == reasoning]
@@ -279,18 +281,15 @@ def _steps(node: _Node, message: Message, lenient: bool) -> list[_Node]:
     return children
 
 
-def _key(node: _Node, message: Message) -> bytes:
-    """Return a message's identity; one that the node's newest child has needs no hashing."""
-    likely = node.newest
-    return likely.key if likely is not None and likely.message == message else identity(message)
-
-
 def _newest(node: _Node) -> int:
     return max((answer.order for answer in node.answers), default=-1)
 
 
 def _descend(node: _Node, message: Message) -> _Node:
-    key = _key(node, message)
+    likely = node.newest
+    if likely is not None and likely.message == message:
+        return likely
+    key = identity(message)
     children = node.children.setdefault(key, [])
     reasoning, _ = split_thinking(message)
     for child in children:
