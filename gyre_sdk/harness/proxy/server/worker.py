@@ -63,7 +63,3 @@ def _path(kind: type, value: Any) -> Any:
     if kind is Path:
         return Path(value)
     raise NotImplementedError
-
-
-if __name__ == "__main__":
-    sys.exit(main())
