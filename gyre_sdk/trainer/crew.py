@@ -98,4 +98,5 @@ class Crew:
             durations=list(flow.durations),
             awaited_runs=sum(members for group, members in flow.open.items() if group in awaited),
             mean_tokens_per_run=self._tokens / self._runs if self._runs else 0.0,
+            longest=flow.longest,
         )

@@ -87,6 +87,8 @@ class Flow:
     """Group and member of the runs under way -> seconds that they have taken so far."""
     durations: tuple[float, ...]
     """Seconds that the last runs to end took."""
+    longest: float
+    """Seconds that the longest of all runs that ended took; 0 before the first."""
     open: Mapping[str, int]
     """Group in flight -> members that have not ended."""
 
@@ -134,6 +136,7 @@ class Rollouts:
         self._began: dict[tuple[str, int], float] = {}
         """Members under way, and when they began."""
         self._durations: deque[float] = deque(maxlen=_REMEMBERED)
+        self._longest = 0.0
         self._stopping = False
         self._failure: BaseException | None = None
         """What kept a run from being counted: its group will never close."""
@@ -207,6 +210,7 @@ class Rollouts:
                 finished=self._finished,
                 ages={member: now - began for member, began in self._began.items()},
                 durations=tuple(self._durations),
+                longest=self._longest,
                 open=dict(self._open),
             )
 
@@ -286,6 +290,7 @@ class Rollouts:
         """Take a member as ended, and close its group after the last one."""
         with self._changed:
             self._durations.append(time.monotonic() - self._began.pop((group, member)))
+            self._longest = max(self._longest, self._durations[-1])
             self._finished += 1
             self._open[group] -= 1
             if self._open[group] == 0:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import accumulate
 from math import inf
 
 __all__ = ["Average", "Capacity", "Costs", "Counters", "Limit", "Load", "carried", "rollout_left"]
 
+_MORE = 0.05
+"""Of the mean duration: what is left of a run that has taken longer than any that ended."""
 _WEIGHT = 0.3
 """Share of the newest measurement in an average: about the last five count."""
 
@@ -33,6 +32,8 @@ class Counters:
     """Runs of the open burst that have not ended, started or not."""
     mean_tokens_per_run: float
     """Targets that a run gives to training; 0 before the first was sealed."""
+    longest: float = 0.0
+    """Seconds that the longest of all runs that ended took, also where it is none of the latest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,36 +89,38 @@ def carried(load: Load, bound: float) -> Capacity:
     return replace(found, runs=max(1.0, found.runs))
 
 
-def rollout_left(ages: Sequence[float], durations: Sequence[float], *, waiting: int = 0, slots: float = 1.0) -> float:
+def rollout_left(
+    youngest: float | None,
+    longest: float | None,
+    mean: float,
+    *,
+    waiting: int = 0,
+    slots: float = 1.0,
+    rate: float = 1.0,
+) -> float:
     """Return the estimated seconds until the last of the runs under way ends.
 
-    It is the longest expected residual life among them. For a run of age `a` that is the mean of `d - a` over the ended
-    runs that took `d > a`. Where none took longer, ends are taken to come at a constant rate, ended runs over all seconds
-    that runs have lived, which is the maximum-likelihood rate: its inverse is expected to be left at any age. Runs that
-    wait for a slot add their mean duration, `slots` at a time.
+    The youngest is taken to be as long as the longest that has ended: of many runs some young one is. A run that waits for a
+    slot is younger than all; those that wait add their mean duration, `slots` at a time. Longer than the longest so far
+    is expected to go on for a twentieth of the mean.
 
     Args:
-        ages: seconds that each run under way has taken.
-        durations: seconds that ended runs took.
+        youngest: seconds since the youngest run under way began; None: none is under way.
+        longest: seconds that the longest run to end took; None: none has ended.
+        mean: seconds that ended runs took.
         waiting: runs without a slot.
-        slots: runs that go on at the same time.
+        slots: runs that can go on at the same time.
+        rate: at what multiple of the ended runs' speed those under way go on; 0 where none is under way.
 
     Returns:
-        0 when there is nothing to wait for, infinity when nothing has ended yet.
+        0 when there is nothing to wait for, infinity when nothing has ended yet, or nothing can go on.
     """
-    if not ages and not waiting:
+    if youngest is None and not waiting:
         return 0.0
-    if not durations:
+    if longest is None or slots <= 0:
         return inf
-    ended = sorted(durations)
-    sums = [*accumulate(reversed(ended), initial=0.0)][::-1]  # of the durations from a place on
-    beyond = (sum(ended) + sum(ages)) / len(ended)
-    longest = 0.0
-    for age in ages:
-        place = bisect_right(ended, age)
-        count = len(ended) - place
-        longest = max(longest, sums[place] / count - age if count else beyond)
-    return longest + waiting * sums[0] / len(ended) / max(1.0, slots)
+    age = 0.0 if waiting or youngest is None else youngest
+    return max(longest - age, _MORE * mean) / (rate or 1.0) + waiting * mean / slots
 
 
 @dataclass(frozen=True, slots=True)

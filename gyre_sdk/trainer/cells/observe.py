@@ -30,6 +30,7 @@ def observed(
     speeds = [speed for speed in progress.tokens_per_second.values() if speed > 0]
     speed = sum(speeds) / len(speeds) if speeds else _TOKENS_PER_SECOND
     serving = sum(state is CellState.SERVING for state in states)
+    ended = counters.durations
     awaited = counters.awaited_runs * max(1.0, counters.mean_tokens_per_run)
     return Observation(
         serving=serving,
@@ -42,8 +43,9 @@ def observed(
         ready_s=(progress.ready_tokens + progress.leased_tokens) / speed,
         awaited_s=awaited / speed,
         rollout_left_s=rollout_left(
-            counters.live_ages,
-            counters.durations,
+            min(counters.live_ages, default=None),
+            max(counters.longest, *ended) if ended else None,
+            sum(ended) / len(ended) if ended else 0.0,
             waiting=max(0, counters.awaited_runs - len(counters.live_ages)),
             slots=serving * capacity,
         ),

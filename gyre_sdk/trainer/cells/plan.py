@@ -145,8 +145,9 @@ def _give_back(seen: Observation, policy: Policy) -> Action | None:
     if not seen.ready_s:
         cost = policy.hysteresis * (seen.to_serve_s + seen.to_train_s)
         if not seen.serving or seen.rollout_left_s > cost:
-            why = f"nothing is ready to train, {seen.water} runs go on for about {seen.rollout_left_s:.0f} s"
-            return Action(Move.TO_SERVING, movable, why)
+            runs = f"{seen.water} runs go on for about {seen.rollout_left_s:.0f} s"
+            why = runs if seen.rollout_left_s < inf else f"{seen.water} runs go on, nobody knows how long"
+            return Action(Move.TO_SERVING, movable, f"nothing is ready to train, {why}")
         return None
     lacking = seen.water * policy.reserve - seen.serving * seen.cell_capacity
     if lacking <= 0:

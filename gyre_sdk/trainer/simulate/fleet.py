@@ -19,6 +19,7 @@ from heapq import heappop, heappush
 from math import inf
 
 from gyre_sdk.errors import TrainerError
+from gyre_sdk.trainer.cells.capacity import rollout_left
 from gyre_sdk.trainer.cells.plan import Action, Move, Observation
 from gyre_sdk.trainer.cells.state import CellEvent, CellState, after
 from gyre_sdk.trainer.simulate.scenario import Scenario
@@ -173,15 +174,15 @@ class Fleet:
 
     def _rollout_left(self) -> float:
         """Estimate when the open burst's last run ends, from the runs that ended so far: none of it looks ahead."""
-        if not self._open_runs:
-            return 0.0
-        if not self.counts.finished or not self.serving:
-            return inf
-        mean = self._length_sum / self.counts.finished
-        waiting = max(0, self._open_runs - len(self._ends))
-        youngest = self._done - self._last_start if not waiting else 0.0
-        work = max(self._longest - youngest, 0.05 * mean)
-        return work / (self._rate() or 1.0) + waiting * mean / (self.serving * self.scenario.fleet.slots)
+        ended, waiting = self.counts.finished, max(0, self._open_runs - len(self._ends))
+        return rollout_left(
+            self._done - self._last_start if self._open_runs else None,
+            self._longest if ended else None,
+            self._length_sum / ended if ended else 0.0,
+            waiting=waiting,
+            slots=self.serving * self.scenario.fleet.slots,
+            rate=self._rate(),
+        )
 
     # The course of events.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import pytest
 from cells_kit import Batch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,26 +45,36 @@ def test_capacity_in_numbers() -> None:
 
 
 def test_what_is_left_in_numbers() -> None:
-    ended = [10.0, 10.0, 20.0, 100.0]
-    assert rollout_left([], ended) == 0
-    assert rollout_left([], []) == 0
-    assert rollout_left([3.0], []) == math.inf
-    assert rollout_left([0.0], ended) == 35  # the mean
-    assert rollout_left([15.0], ended) == 45  # of 20 and 100
-    assert rollout_left([15.0, 30.0, 90.0], ended) == 70  # the second is expected to be the last
-    assert rollout_left([100.0, 200.0], ended) == (140 + 300) / 4  # beyond all that ended
-    assert rollout_left([15.0], ended, waiting=4, slots=2) == 45 + 2 * 35
+    assert rollout_left(None, 100.0, 35.0) == 0
+    assert rollout_left(None, None, 0.0) == 0
+    assert rollout_left(3.0, None, 0.0) == rollout_left(None, None, 0.0, waiting=1) == math.inf
+    assert rollout_left(3.0, 100.0, 35.0, slots=0.0) == math.inf, "nobody serves"
+    assert rollout_left(0.0, 100.0, 35.0) == 100
+    assert rollout_left(30.0, 100.0, 35.0, rate=2.0) == 35
+    assert rollout_left(100.0, 100.0, 40.0) == rollout_left(500.0, 100.0, 40.0) == 2
+    assert rollout_left(30.0, 100.0, 35.0, waiting=4, slots=2) == 100 + 2 * 35
+    assert rollout_left(None, 100.0, 35.0, waiting=4, slots=2, rate=0.0) == 100 + 2 * 35
 
 
-@given(st.lists(seconds, max_size=8), st.lists(st.floats(0.1, 1e5), min_size=1, max_size=12))
-def test_what_is_left_is_the_longest_of_each_alone(ages: list[float], ended: list[float]) -> None:
-    found = rollout_left(ages, ended)
-    assert 0 <= found < math.inf
-    inside = [age for age in ages if age < max(ended)]
-    assert found >= max((rollout_left([age], ended) for age in inside), default=0.0) * (1 - 1e-9)
-    for age in inside:
-        longer = [duration - age for duration in ended if duration > age]
-        assert rollout_left([age], ended) == pytest.approx(sum(longer) / len(longer), rel=1e-6, abs=1e-6)
+@given(
+    st.none() | seconds,
+    st.lists(st.floats(0.1, 1e5), min_size=1, max_size=12),
+    st.integers(0, 5),
+    st.floats(0.5, 50),
+    st.floats(0.1, 3),
+)
+def test_what_is_left_falls_with_age_speed_and_room(
+    age: float | None, ended: list[float], waiting: int, slots: float, rate: float
+) -> None:
+    longest, mean = max(ended), sum(ended) / len(ended)
+    found = rollout_left(age, longest, mean, waiting=waiting, slots=slots, rate=rate)
+    assert 0 <= found < math.inf and (found > 0) == (age is not None or waiting > 0)
+    older = None if age is None else age + 10
+    assert rollout_left(older, longest, mean, waiting=waiting, slots=slots, rate=rate) <= found
+    assert rollout_left(age, longest, mean, waiting=waiting, slots=2 * slots, rate=2 * rate) <= found
+    assert rollout_left(age, longest, mean, waiting=waiting + 1, slots=slots, rate=rate) >= found
+    if age is not None:
+        assert rollout_left(age, longest, mean, slots=slots) <= max(longest, mean)
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=20), st.floats(0.01, 100))
@@ -85,8 +94,12 @@ def test_an_observation_of_a_fleet() -> None:
     seen = observed(states, counters, batch, Costs(), capacity=4)
     assert (seen.serving, seen.training, seen.moving, seen.water, seen.live) == (2, 1, 1, 10, 5)
     assert (seen.ready_s, seen.awaited_s) == (16.0, 8.0)
-    assert seen.rollout_left_s == 8 + 10 / 8
+    assert seen.rollout_left_s == 10 + 10 / 8
     assert (seen.to_train_s, seen.to_serve_s, seen.join_s) == (5, 5, 0)
+    all_begun = replace(counters, awaited_runs=3)
+    assert observed(states, all_begun, batch, Costs(), capacity=4).rollout_left_s == 8, "the youngest is 2 s old"
+    longer = replace(all_begun, longest=60.0)
+    assert observed(states, longer, batch, Costs(), capacity=4).rollout_left_s == 58, "also of a run long ago"
 
 
 def test_a_burst_without_a_measured_run_is_not_complete() -> None:
