@@ -147,6 +147,9 @@ def test_a_cell_whose_node_dies_comes_back_on_another(
     other.check()
     eventually(lambda: "Ray: The node with node id" in caplog.text)
     assert "raylet" not in capfd.readouterr().out
+    cell.stop()
+    other.stop()
+    ray_kit.add_node(cluster, node.node_ip_address)
 
 
 def test_what_does_not_start_says_why(cells: Cells, tmp_path: Path) -> None:
@@ -305,7 +308,7 @@ def test_nobody_comes_back_to_a_cluster(cluster: Any, tmp_path: Path) -> None:
         with ray_kit.connected(cluster.address):
             for training in ways:
                 (tmp_path / training).mkdir()
-                drivers[training] = ray_kit.driver(tmp_path / training, cluster.address, 0.1, "50", TRAINING=training)
+                drivers[training] = ray_kit.driver(tmp_path / training, cluster.address, 2.0, "50", TRAINING=training)
             for process in drivers.values():
                 pids += json.loads(ray_kit.said(process)).values()
             eventually(lambda: len(ray_kit.groups()) == 2 * 3)
