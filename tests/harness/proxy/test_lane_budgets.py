@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +133,19 @@ def test_a_take_over_outlives_the_proxy(model: Path, tmp_path: Path) -> None:
             assert proxy.control.post(f"/runs/{access['run']}/lanes/{lane['lane']}/release").status_code == 200
             say(proxy, access, "chat", [{"role": "user", "content": "hi hi hi"}])
             assert [call.lane for call in proxy.calls()] == [inner["lane"], lane["lane"], access["lane"]]
+
+
+@pytest.mark.parametrize("whose", ["run", "lane"])
+def test_requests_at_once_are_all_answered(model: Path, tmp_path: Path, whose: str) -> None:
+    """Those beyond the budget are refused; of a lane, those within it go on; none is left without a word."""
+    limits = {"turns": 3}
+    with scripted(model, tmp_path, PIECES, sampled(301, 260)) as (proxy, _), ThreadPoolExecutor(8) as pool:
+        for _ in range(4):
+            access = proxy.run(limits=limits) if whose == "run" else proxy.run()
+            if whose == "lane":
+                access = proxy.lane(access["run"], name="helper", limits=limits)
+            bodies = [body_of("chat", [{"role": "user", "content": f"hi {at}"}]) for at in range(8)]
+            answers = pool.map(send, [proxy] * 8, [access] * 8, ["chat"] * 8, bodies)
+            found = [answer.status_code for answer in answers]
+            assert set(found) <= {200, 403} and found.count(200) <= 3
+            assert whose == "run" or found.count(200) == 3

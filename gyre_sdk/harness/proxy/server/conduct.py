@@ -203,7 +203,7 @@ class LiveCall(ModelCall):
         """End the call without an answer; the agent is told `code`."""
         if self._task is not None and not self.exchange.ending and self._cancelled is None:
             self._cancelled = Cancelled(message, code)
-            self._task.cancel()
+            self._cancel_task()
 
     def delivered(self) -> None:
         """Note that the end of the answer reached a connection."""
@@ -212,6 +212,7 @@ class LiveCall(ModelCall):
 
     async def _run(self) -> None:
         try:
+            self._enter()
             await self._steps()
         except Exception:  # boundary: top of a supervised task; the agent must not wait for ever
             log.exception("call %s failed", self.exchange.call)

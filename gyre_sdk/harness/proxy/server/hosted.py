@@ -134,7 +134,7 @@ class HostedCall(ModelCall):
         """End the call without an answer; the agent is told `code`."""
         if self._task is not None and not self._ending and self._cancelled is None:
             self._cancelled = ProtocolError(message, status=403, code=code)
-            self._task.cancel()
+            self._cancel_task()
 
     def delivered(self) -> None:
         """Note that the end of the answer reached a connection."""
@@ -146,6 +146,7 @@ class HostedCall(ModelCall):
 
     async def _run(self) -> None:
         try:
+            self._enter()
             await self._ask()
         except asyncio.CancelledError:
             if self._cancelled is None:

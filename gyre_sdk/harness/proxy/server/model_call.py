@@ -29,6 +29,7 @@ class ModelCall(ABC):
         self.on_complete: Callable[[ModelCall], None] = lambda call: None
         """Called once, before anyone learns that the call is complete."""
         self._task: asyncio.Task[None] | None = None
+        self._entered = self._cut = False
         self._changed: asyncio.Event = asyncio.Event()
 
     # -- what connections see ----------------------------------------------------------------------------------------
@@ -122,6 +123,19 @@ class ModelCall(ABC):
         """Wait until the call's own task has ended; its record is durable then."""
         if self._task is not None:
             await asyncio.wait([self._task])
+
+    def _cancel_task(self) -> None:
+        """Cancel the call's task. One that has not run a step would end without a word: it is cancelled in its first."""
+        self._cut = True
+        if self._task is not None and self._entered:
+            self._task.cancel()
+
+    def _enter(self) -> None:
+        """Begin the call's task."""
+        self._entered = True
+        task = asyncio.current_task()
+        if self._cut and task is not None:
+            task.cancel()
 
     def _notify(self) -> None:
         self._changed.set()

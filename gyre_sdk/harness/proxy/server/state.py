@@ -161,8 +161,10 @@ class RunState:
             account.usage.add(calls, prompt, sampled, cost)
 
     def spend_lane(self, lane: LaneId, spent: Spent) -> None:
-        """End a lane's calls in flight, and those of the lanes below it, because its budget ran out."""
+        """Take no more calls of a lane and of those below it: its budget ran out. Of time, it ends what is in flight."""
         self.budgets.spend(lane, spent)
+        if spent.status is not RunStatus.TIMED_OUT:
+            return
         for call in list(self.live):
             if any(name == lane for name, _ in self.budgets.of(call.intent.lane)):
                 call.cancel(str(spent.refusal()), LIMIT_CODE)
