@@ -49,7 +49,7 @@ class Limits:
 
     @property
     def metered(self) -> bool:
-        """Whether any is set that the service does not enforce for runs."""
+        """Whether any is set that the service does not enforce."""
         return self.working_s is not None
 
     def any(self) -> bool:

@@ -52,8 +52,23 @@ class _ShownLane(msgspec.Struct, frozen=True):
     parent: str | None = None
 
 
+class _ShownBudget(msgspec.Struct, frozen=True):
+    spent: str | None = None
+    limit: str | None = None
+
+
 class _ShownRun(msgspec.Struct, frozen=True):
     lanes: list[_ShownLane]
+    budgets: dict[str, _ShownBudget] = {}
+
+
+class SpentBudget(msgspec.Struct, frozen=True):
+    """A lane's budget that ran out."""
+
+    limit: str
+    """The field of `Limits`."""
+    what: str
+    """How much it was, in words."""
 
 
 class MeteredCall(msgspec.Struct, frozen=True):
@@ -79,6 +94,10 @@ class Drained(msgspec.Struct, frozen=True):
     """Ended there."""
     moved: int = 0
     """Cut, to go on elsewhere."""
+
+
+_FIELDS = {"seconds": "wall_s", "cost": "cost_usd"}
+"""Of `Limits`, where the service has other names."""
 
 
 class ServiceClient:
@@ -152,19 +171,35 @@ class ServiceClient:
             "split": split,
             "metadata": metadata,
             "dispatch_version": dispatch_version,
-            "limits": {
-                "turns": limits.turns,
-                "tokens": limits.tokens,
-                "cost": limits.cost_usd,
-                "seconds": limits.wall_s,
-            },
+            "limits": _enforced(limits),
             "classifier": classifier,
         }
         return msgspec.json.decode(self._send("POST", "/runs", body), type=OpenedRun)
 
-    def open_lane(self, run: str, *, role: str, name: str, parent: str, takes_over: bool = False) -> OpenedLane:
-        """Open a further lane. With `takes_over`, calls made with the parent's key go to it until `release_lane`."""
-        body = {"role": role, "name": name, "parent": parent, "takes_over": takes_over}
+    def open_lane(
+        self,
+        run: str,
+        *,
+        role: str,
+        name: str,
+        parent: str,
+        takes_over: bool = False,
+        limits: Limits | None = None,
+    ) -> OpenedLane:
+        """Open a further lane.
+
+        Args:
+            run: that it is of.
+            role: of the lane.
+            name: what it is called in the record.
+            parent: the lane that opens it.
+            takes_over: whether calls made with the parent's key go to it until `release_lane`.
+            limits: what it, and all lanes below it, may spend. All but working time is enforced by the service, for
+                every client with a key of theirs.
+        """
+        body: dict[str, Any] = {"role": role, "name": name, "parent": parent, "takes_over": takes_over}
+        if limits is not None:
+            body["limits"] = _enforced(limits)
         return msgspec.json.decode(self._send("POST", f"/runs/{run}/lanes", body), type=OpenedLane)
 
     def release_lane(self, run: str, lane: str) -> None:
@@ -183,6 +218,13 @@ class ServiceClient:
         """Return each lane of a run with the lane that opened it."""
         found = msgspec.json.decode(self._send("GET", f"/runs/{run}"), type=_ShownRun)
         return {lane.lane: lane.parent for lane in found.lanes}
+
+    def spent_budget(self, run: str, lane: str) -> SpentBudget | None:
+        """Return how a lane's own budget ran out; None if it did not."""
+        found = msgspec.json.decode(self._send("GET", f"/runs/{run}"), type=_ShownRun).budgets.get(lane)
+        if found is None or found.spent is None or found.limit is None:
+            return None
+        return SpentBudget(_FIELDS.get(found.limit, found.limit), found.spent)
 
     def close_run(self, run: str, *, seconds: float) -> ClosedRun:
         """Refuse further calls of a run; wait at most `seconds` for those in flight, then abort them."""
@@ -258,3 +300,8 @@ class ServiceClient:
                         " is `gyre serve` running there?"
                     ) from error
             time.sleep(0.2)
+
+
+def _enforced(limits: Limits) -> dict[str, Any]:
+    """Return limits as the service takes them."""
+    return {"turns": limits.turns, "tokens": limits.tokens, "cost": limits.cost_usd, "seconds": limits.wall_s}

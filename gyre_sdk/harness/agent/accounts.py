@@ -1,7 +1,7 @@
-"""What the lanes of a run have spent of their own budgets: a fold of what is on record. Pure: time is passed in.
+"""What the lanes of a run have spent of their time: a fold of what is on record. Pure: time is passed in.
 
-A lane's budget covers all lanes that it opened, theirs too. The service enforces the run's budgets of turns, tokens, cost
-and wall time itself; what it does not know of is kept here.
+A lane's budget covers all lanes that it opened, theirs too. The service enforces all budgets but working time on calls;
+working time, and all time on tools, is looked after here.
 """
 
 from __future__ import annotations
@@ -19,22 +19,17 @@ _ENDED = (CallStatus.COMPLETE, CallStatus.DELIVERED, CallStatus.ABORTED, CallSta
 
 @dataclass(slots=True)
 class Budget:
-    """The budget of a lane, or of the run, and what is spent of it."""
+    """The budget of a lane, or of the run, and what is spent of its time."""
 
     lane: str
     """The lane whose budget it is; the main lane's is the run's."""
     what: str
     """Whose it is, in words."""
     own: bool
-    """False for the run's: its turns and tokens are the service's business."""
+    """False for the run's."""
     limits: Limits
     opened: float
     """Monotonic time."""
-    admitted: int = 0
-    """Calls that this process let through."""
-    turns: int = 0
-    """Calls on record."""
-    tokens: int = 0
     waiting_s: float = 0.0
     """Time in which calls were in flight."""
 
@@ -46,32 +41,22 @@ class Budget:
             left.append(limits.working_s - (age - self.waiting_s))
         return min(left, default=None)
 
-    @property
-    def counts_calls(self) -> bool:
-        """Whether turns or tokens are limited here."""
-        return self.own and (self.limits.turns is not None or self.limits.tokens is not None)
-
     def out_of_time(self, now: float) -> LimitExceeded | None:
         """Return which limit on time is spent, as the error to raise."""
         limits, age = self.limits, now - self.opened
         if limits.wall_s is not None and age >= limits.wall_s:
-            return self._error("wall_s", f"{limits.wall_s:g} s of wall time")
-        if limits.working_s is not None and age - self.waiting_s >= limits.working_s:
-            return self._error("working_s", f"{limits.working_s:g} s of working time")
+            return self.error("wall_s", f"{limits.wall_s:g} s of wall time")
+        return self.out_of_work(now)
+
+    def out_of_work(self, now: float) -> LimitExceeded | None:
+        """Return the error to raise where working time is spent."""
+        limit, age = self.limits.working_s, now - self.opened
+        if limit is not None and age - self.waiting_s >= limit:
+            return self.error("working_s", f"{limit:g} s of working time")
         return None
 
-    def out_of_calls(self) -> LimitExceeded | None:
-        """Return which limit allows no further call, as the error to raise. Tools may still run."""
-        if not self.own:
-            return None
-        limits = self.limits
-        if limits.turns is not None and max(self.admitted, self.turns) >= limits.turns:
-            return self._error("turns", f"{limits.turns} turns")
-        if limits.tokens is not None and self.tokens >= limits.tokens:
-            return self._error("tokens", f"{limits.tokens} tokens")
-        return None
-
-    def _error(self, limit: str, what: str) -> LimitExceeded:
+    def error(self, limit: str, what: str) -> LimitExceeded:
+        """Return the error of a spent limit; `what` says how much it was."""
         message = f"{self.what} has spent its budget of {what}"
         if not self.own:
             message += "; its work so far is scored"
@@ -86,9 +71,9 @@ class Accounts:
     """By lane; lanes without a budget of their own are not in it."""
     parents: dict[str, str | None] = field(default_factory=dict)
     cursor: int = 0
-    """Every call up to this position of the store has ended and is counted."""
-    _counted: dict[str, tuple[int, str | None]] = field(default_factory=dict)
-    """Call -> tokens counted of it, and its lane while it is in flight."""
+    """Every call up to this position of the store has ended."""
+    in_flight: dict[str, str] = field(default_factory=dict)
+    """Call -> its lane, as the record was when it was last read."""
     _looked: float | None = None
 
     def chain(self, lane: str) -> Iterator[Budget]:
@@ -110,29 +95,23 @@ class Accounts:
         """Tell whether calls are of lanes that were opened elsewhere."""
         return any(call.lane not in self.parents for call in calls)
 
-    def count(self, calls: Iterable[MeteredCall]) -> None:
+    def read(self, calls: Iterable[MeteredCall]) -> None:
         """Take in what is on record of calls after the cursor, all of them."""
         cursor, gap = self.cursor, False
         for call in calls:
-            known, _ = self._counted.get(call.call, (0, None))
-            ended = call.status in _ENDED
-            tokens = call.prompt_tokens + (call.sampled_tokens if ended else 0)
-            for budget in self.chain(call.lane):
-                budget.turns += call.call not in self._counted
-                budget.tokens += tokens - known
-            gap = gap or not ended
-            if gap:
-                self._counted[call.call] = (tokens, None if ended else call.lane)
+            if call.status in _ENDED:
+                self.in_flight.pop(call.call, None)
             else:
-                self._counted.pop(call.call, None)
-                cursor = call.seq
+                self.in_flight[call.call] = call.lane
+                gap = True
+            cursor = cursor if gap else call.seq
         self.cursor = cursor
 
     def look(self, now: float) -> None:
         """Add the time since the last look to the waiting of every budget with a call in flight."""
         passed = 0.0 if self._looked is None else now - self._looked
         self._looked = now
-        waiting = {budget.lane for _, lane in self._counted.values() if lane for budget in self.chain(lane)}
+        waiting = {budget.lane for lane in self.in_flight.values() for budget in self.chain(lane)}
         for lane in waiting:
             budget = self.budgets[lane]
             budget.waiting_s += min(passed, now - budget.opened)

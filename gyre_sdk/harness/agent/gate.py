@@ -1,4 +1,4 @@
-"""Connections of a metered lane's clients: a call beyond a budget is refused as the service would refuse it.
+"""Connections of clients whose lane's working time is limited: a call beyond it is refused as the service would.
 
 The SDKs of providers come with httpx or with its successor; a transport is made from whichever the SDK's client is of.
 """
@@ -15,7 +15,6 @@ from gyre_sdk.harness.agent.meter import Meter
 from gyre_sdk.harness.limits import LIMIT_CODE
 
 _LIBRARIES = ("httpx", "httpx2")
-_SAMPLING = ("/chat/completions", "/completions", "/responses", "/messages")
 
 
 def gated(client: type[Any], meter: Meter, lane: str) -> Any:
@@ -55,13 +54,8 @@ def _library(client: type[Any]) -> ModuleType:
 
 def _refused(library: ModuleType, meter: Meter, lane: str, request: Any) -> Any:
     """Return the answer to a call beyond a budget, in a form that the SDKs of OpenAI and Anthropic read."""
-    again = request.headers.get("x-stainless-retry-count", "0") != "0"
-    sampling = request.method == "POST" and request.url.path.endswith(_SAMPLING)
     try:
-        if sampling and not again:
-            meter.admit(lane)
-        else:
-            meter.check(lane)
+        meter.check(lane)
     except LimitExceeded as error:
         said = {"type": "permission_error", "message": str(error), "code": LIMIT_CODE, "param": None}
         headers = {"x-should-retry": "false"}

@@ -107,7 +107,7 @@ class Lane:
         return made
 
     def _access(self, base_url: str, connections: type[Any]) -> dict[str, Any]:
-        """Return the arguments of a client; one of a lane with budgets of its own asks before each call."""
+        """Return the arguments of a client; one of a lane whose working time is limited asks before each call."""
         access: dict[str, Any] = {"base_url": base_url, "api_key": self.api_key}
         if self.context.meter.metered(self.lane):
             access["http_client"] = gated(connections, self.context.meter, self.lane)

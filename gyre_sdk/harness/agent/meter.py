@@ -1,7 +1,8 @@
-"""Holds the lanes of a run to budgets that the service does not know of: reads the record, and closes keys.
+"""Holds the lanes of a run to their time: their tools to all of it, their calls to working time.
 
-Clients that a lane makes (`lane.openai()`) ask before every call. Whoever else has a lane's key is looked at a few times
-a second, and the key is revoked once a budget is spent.
+The service enforces the other budgets of runs and lanes on whoever has a lane's key. Working time it does not know of:
+clients that a lane makes (`lane.openai()`) ask here before every call; whoever else has the key is looked at a few times a
+second, and the key is revoked once that time is spent.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Meter:
     """The budgets of one run. Thread-safe.
 
     Args:
-        limits: of the run; of these, wall time and working time are looked after here.
+        limits: of the run.
     """
 
     def __init__(self, service: ServiceClient, run: str, main: str, limits: Limits, clock: Clock) -> None:
@@ -36,8 +37,7 @@ class Meter:
         self._revoked: set[str] = set()
         self._stop = threading.Event()
         self._watcher: threading.Thread | None = None
-        if limits.working_s is not None:
-            self._watch()
+        self._watch(limits)
 
     def begin(self) -> None:
         """Start the run's clock: its block begins."""
@@ -55,12 +55,12 @@ class Meter:
                 return
             check_lane_limits(limits)
             self._accounts.budgets[lane] = Budget(lane, f"lane {name!r}", True, limits, self._clock.monotonic())
-            self._watch()
+            self._watch(limits)
 
     def metered(self, lane: str) -> bool:
         """Tell whether a lane's calls are to be checked here."""
         with self._lock:
-            return any(budget.own or budget.limits.metered for budget in self._accounts.chain(lane))
+            return any(budget.limits.metered for budget in self._accounts.chain(lane))
 
     def check(self, lane: str) -> None:
         """Raise when a lane has no time left.
@@ -69,21 +69,11 @@ class Meter:
             LimitExceeded: naming the budget.
         """
         with self._lock:
-            self._raise(lane, calls=False)
-
-    def admit(self, lane: str) -> None:
-        """Let one more call of a lane through.
-
-        Raises:
-            LimitExceeded: a budget is spent; names it.
-            ServiceError: what is spent cannot be read.
-        """
-        with self._lock:
-            if any(budget.counts_calls for budget in self._accounts.chain(lane)):
-                self._read()
-            self._raise(lane, calls=True)
+            now = self._clock.monotonic()
             for budget in self._accounts.chain(lane):
-                budget.admitted += 1
+                error = budget.out_of_time(now)
+                if error is not None:
+                    raise self._over.setdefault(budget.lane, error)
 
     def left_s(self, lane: str) -> float | None:
         """Return how many seconds a tool of a lane may run; None without a limit.
@@ -92,15 +82,28 @@ class Meter:
             LimitExceeded: there are none left.
         """
         with self._lock:
-            self._raise(lane, calls=False)
+            self.check(lane)
             now = self._clock.monotonic()
             left = [seconds for budget in self._accounts.chain(lane) if (seconds := budget.left_s(now)) is not None]
         return max(min(left), 0.001) if left else None
 
-    def over(self, lane: str | None = None) -> LimitExceeded | None:
-        """Return how a lane's own budget, or by default the run's, was found spent; None if it was not."""
+    def over(self) -> LimitExceeded | None:
+        """Return how the run's own time was found spent here; None if it was not."""
         with self._lock:
-            return self._over.get(lane or self._main)
+            return self._over.get(self._main)
+
+    def spent(self, lane: str) -> LimitExceeded | None:
+        """Return how a lane's own budget was found spent, here or by the service; None if it was not."""
+        with self._lock:
+            found, budget = self._over.get(lane), self._accounts.budgets.get(lane)
+        if found is not None or budget is None:
+            return found
+        try:
+            spent = self._service.spent_budget(self._run, lane)
+        except ServiceError as error:
+            _log.warning("how lane %s of run %s ended could not be read: %s", lane, self._run, error)
+            return None
+        return budget.error(spent.limit, spent.what) if spent is not None else None
 
     def close(self) -> None:
         """Stop looking."""
@@ -110,17 +113,10 @@ class Meter:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        if self._watcher is None:
+    def _watch(self, limits: Limits) -> None:
+        if limits.metered and self._watcher is None:
             self._watcher = threading.Thread(target=self._look, name=f"gyre meter {self._run}", daemon=True)
             self._watcher.start()
-
-    def _raise(self, lane: str, *, calls: bool) -> None:
-        now = self._clock.monotonic()
-        for budget in self._accounts.chain(lane):
-            error = budget.out_of_time(now) or (budget.out_of_calls() if calls else None)
-            if error is not None:
-                raise self._over.setdefault(budget.lane, error)
 
     def _look(self) -> None:
         while not self._stop.wait(_LOOK_SECONDS):
@@ -131,7 +127,7 @@ class Meter:
                 for lane in keys:
                     self._service.revoke_lane(self._run, lane)
             except ServiceError as error:
-                _log.debug("budgets of run %s could not be looked at: %s", self._run, error)
+                _log.debug("working time of run %s could not be looked at: %s", self._run, error)
 
     def _spent_keys(self, now: float) -> list[str]:
         """Return the lanes whose keys are to open nothing any more, once each."""
@@ -139,7 +135,7 @@ class Meter:
         accounts.look(now)
         found: list[str] = []
         for lane, budget in accounts.budgets.items():
-            error = budget.out_of_time(now) or budget.out_of_calls()
+            error = budget.out_of_work(now)
             if error is not None and lane not in self._revoked:
                 self._over.setdefault(lane, error)
                 found += accounts.below(lane)
@@ -151,7 +147,7 @@ class Meter:
         calls = self._service.calls(self._run, after=self._accounts.cursor)
         if self._accounts.unknown(calls):
             self._accounts.adopt(self._service.lane_parents(self._run))
-        self._accounts.count(calls)
+        self._accounts.read(calls)
 
 
 def check_lane_limits(limits: Limits) -> None:

@@ -103,8 +103,7 @@ class LaneScope(ABC):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        spent = self._spent(error)
-        await to_the_end(self._aend(spent or error))
+        spent = await to_the_end(self._aclose(error))
         if spent is not None:
             raise spent from error
 
@@ -121,24 +120,31 @@ class LaneScope(ABC):
         self._admitted = True
         return self._lane
 
-    def _open(self, role: str, name: str, *, takes_over: bool = False) -> Lane:
+    def _open(self, role: str, name: str, *, takes_over: bool = False, limits: Limits | None = None) -> Lane:
         context, parent = self._context, self._parent
-        opened = context.service.open_lane(context.run, role=role, name=name, parent=parent.lane, takes_over=takes_over)
+        opened = context.service.open_lane(
+            context.run, role=role, name=name, parent=parent.lane, takes_over=takes_over, limits=limits
+        )
         context.observer(LaneOpened(context.clock.time(), context.run, opened.lane, role, name))
         return self._child(opened, role, name)
 
     def _spent(self, error: BaseException | None) -> LimitExceeded | None:
         """Return the lane's own spent budget, where that is what ended the block."""
-        if error is None or self._lane is None or isinstance(error, LimitExceeded):
+        if error is None or self._lane is None or isinstance(error, LimitExceeded) or not is_refused(error):
             return None
-        over = self._context.meter.over(self._lane.lane)
-        return over if is_refused(error) else None
+        return self._context.meter.spent(self._lane.lane)
 
     def _end(self, error: BaseException | None, outcome: Outcome | None = None) -> None:
         if self._context.hooks.ended(self):
             self._release()
             with telling(error):
                 self._context.hooks.fire(self._stop(outcome or self._outcome(error), error))
+
+    async def _aclose(self, error: BaseException | None) -> LimitExceeded | None:
+        """End it; return the lane's own spent budget, where that is what ended the block."""
+        spent = await asyncio.to_thread(self._spent, error) if error is not None and is_refused(error) else None
+        await self._aend(spent or error)
+        return spent
 
     async def _aend(self, error: BaseException | None) -> None:
         if self._context.hooks.ended(self):
@@ -168,7 +174,7 @@ class SubagentScope(LaneScope):
             check_lane_limits(self._limits)
         meter = self._context.meter
         meter.check(self._parent.lane)
-        self._lane = self._open(SUBAGENT, self._name)
+        self._lane = self._open(SUBAGENT, self._name, limits=self._limits)
         meter.open(self._lane.lane, self._parent.lane, self._name, self._limits)
 
     def _start(self) -> SubagentStart:

@@ -13,6 +13,10 @@ LIMIT_CODE = "limit_exceeded"
 """Error code of a call beyond a budget; SDKs do not send such a call again."""
 
 
+_NAMES = {"turns": "turns", "tokens": "tokens", "time": "seconds", "dollars": "cost"}
+"""Of budgets, by the last word of what `Spent` says of them."""
+
+
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Budgets of a run, or of a lane with all lanes below it; None means none."""
 
@@ -65,6 +69,11 @@ class Spent:
     """The budget, in words."""
     who: str = "the run"
     """Whose it was."""
+
+    @property
+    def limit(self) -> str:
+        """The budget's name in `Limits`."""
+        return _NAMES[self.what.rpartition(" ")[2]]
 
     def refusal(self) -> ProtocolError:
         """Return what a call beyond the budget is told."""

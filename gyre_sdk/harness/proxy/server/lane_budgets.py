@@ -77,12 +77,13 @@ class LaneBudgets:
             alarm.cancel()
 
     def shown(self) -> dict[str, dict[str, object]]:
-        """Return limits, usage and what ran out, by lane."""
+        """Return limits, usage and what ran out, in words and as the name of a limit, by lane."""
         return {
             lane: {
                 "limits": account.limits,
                 "usage": account.usage,
                 "spent": account.spent.what if account.spent else None,
+                "limit": account.spent.limit if account.spent else None,
             }
             for lane, account in self._accounts.items()
         }
