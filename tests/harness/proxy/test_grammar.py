@@ -220,3 +220,21 @@ def test_a_constrained_call_is_not_trained() -> None:
     """The engine samples from the grammar's distribution, which the trainer cannot compute."""
     made = constraint(asked(tool_choice=ToolChoice.REQUIRED), form_of(BodyKind.JSON), Thinking.FREE, 64)
     assert not reproducible(Sampling(extra={"structured_outputs": made}))
+
+
+@pytest.mark.parametrize("body", [BodyKind.TYPED, BodyKind.LISTED])
+def test_a_schema_beside_tools_that_no_grammar_can_hold_is_refused_by_its_own_field(body: BodyKind) -> None:
+    tools = [{"type": "function", "function": {"name": "leave"}}]
+    wanted = ModelRequest(
+        "chat",
+        "m",
+        (),
+        tuple(tools),
+        Sampling(),
+        {"response_format": {"type": "json_object"}},
+        structured={"json": SCHEMA},
+    )
+    with pytest.raises(ProtocolError, match="set tool_choice to none") as refused:
+        constraint(wanted, form_of(body), Thinking.FREE, 64)
+    assert (refused.value.status, refused.value.param) == (400, "response_format")
+    assert constraint(replace(wanted, tool_choice=ToolChoice.NONE), form_of(body), Thinking.FREE, 64) is not None

@@ -22,6 +22,10 @@ _SPACES = 16
 """Most white space at one place of a JSON text: enough for indented JSON, and an end to models that only indent."""
 _ABOUT = re.compile("structur|grammar|schema|regex", re.IGNORECASE)
 _FORCED = (ToolChoice.REQUIRED, ToolChoice.NAMED)
+_WRITTEN_ONE_WAY = frozenset(
+    (BodyKind.XML, BodyKind.KEYS, BodyKind.INVOKE, BodyKind.DSML, BodyKind.NUMBERED, BodyKind.JSON, BodyKind.OBJECTS)
+)
+"""Tool calls that a grammar can hold."""
 
 
 def constrained(request: ModelRequest) -> bool:
@@ -42,7 +46,8 @@ def constraint(request: ModelRequest, form: Format | None, thinking: Thinking, l
         longest: tokens that the answer may have. Thinking may use half of them, so that what must follow it fits.
 
     Raises:
-        ProtocolError: a tool call cannot be forced, because it is not known how the model writes one.
+        ProtocolError: a tool call cannot be forced, or allowed beside a schema, because it is not known how the model
+            writes one, or it writes them in several ways.
     """
     if not constrained(request):
         return None
@@ -51,6 +56,8 @@ def constraint(request: ModelRequest, form: Format | None, thinking: Thinking, l
     forced = request.tool_choice in _FORCED
     if forced and form is None:
         _refuse("tool_choice: how this model writes tool calls is not known here, so none can be forced; use auto")
+    if forced and form is not None and form.body not in _WRITTEN_ONE_WAY:
+        _refuse("tool_choice: this model writes tool calls in several ways, so none can be forced; use auto")
     if forced and not request.tools:
         _refuse("tool_choice: a tool must be called, and there is none")
     if form is None:
@@ -62,6 +69,13 @@ def constraint(request: ModelRequest, form: Format | None, thinking: Thinking, l
         if output is None:
             return request.structured
         callable_ = request.tools and request.tool_choice is ToolChoice.AUTO
+        if callable_ and form.body not in _WRITTEN_ONE_WAY:
+            field = _field(request)
+            _refuse(
+                f"{field}: this model writes tool calls in several ways, so an answer cannot be held to a schema where it"
+                " may also be a tool call; set tool_choice to none, or leave the tools out",
+                field,
+            )
         said = _either([output, _calls(request, form)]) if callable_ else output
     whole = _after_thinking(said, form, thinking, max(longest // 2, 1))
     return {"structural_tag": msgspec.json.encode({"type": "structural_tag", "format": whole}).decode()}
@@ -75,12 +89,17 @@ def field_refused(request: ModelRequest, message: str) -> str | None:
         return None
     if request.tool_choice in _FORCED:
         return "tool_choice"
+    return _field(request)
+
+
+def _field(request: ModelRequest) -> str:
+    """Return the field by which a request asks for an answer of some form."""
     fields = ("response_format", "text", "output_config", "output_format", "structured_outputs")
     return next((name for name in fields if request.fields.get(name)), "structured_outputs")
 
 
-def _refuse(message: str) -> NoReturn:
-    raise ProtocolError(message, code="invalid_value", param="tool_choice")
+def _refuse(message: str, field: str = "tool_choice") -> NoReturn:
+    raise ProtocolError(message, code="invalid_value", param=field)
 
 
 def _after_thinking(said: Tag, form: Format, thinking: Thinking, budget: int) -> Tag:
@@ -136,7 +155,7 @@ def _call(function: Mapping[str, Any], form: Format) -> Tag:
             begin = f'{opening}{space}{{"name": {_text(name)}, "{form.argument_keys[0]}": '
             end = f"}}{space}{closing}"
         case _:
-            _refuse("tool_choice: this model writes tool calls in several ways, so none can be forced; use auto")
+            raise AssertionError(f"{form.body} is not among the ways of which each is one")
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
