@@ -6,11 +6,13 @@ import asyncio
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from proxy_engine import Finish, ScriptedEngine, Tokens, Wait, say
 from proxy_kit import Proxy, ProxyProcess
+from test_retries import wait_for
+from tokenizers import AddedToken, Tokenizer
 
 from gyre_sdk.harness.proxy.routing import ReplicaSpec
 from gyre_sdk.harness.proxy.server import HistoryPolicy, ProxySettings
@@ -235,9 +239,11 @@ def test_a_head_in_two_pieces_finds_its_worker(service: ProxyProcess) -> None:
     assert {call.run for call in service.proxy.calls()} == {access["run"] for access in runs}
 
 
-def test_a_head_that_never_ends_is_cut_off(model: Path, tmp_path: Path, engine: ScriptedEngine) -> None:
+@contextmanager
+def limited(model: Path, store: Path, engine: ScriptedEngine, **limits: float) -> Iterator[Proxy]:
+    """Run a service of two workers with limits that the command line does not offer."""
     settings = ProxySettings(
-        store=tmp_path / "s.db", model=model, replicas=(ReplicaSpec(engine.url),), service_key="k", head_patience=0.3
+        store=store, model=model, replicas=(ReplicaSpec(engine.url),), service_key="the-service-key", **limits
     )
     workers, ready = Workers(settings, 2), threading.Event()
     loop = asyncio.new_event_loop()
@@ -245,21 +251,73 @@ def test_a_head_that_never_ends_is_cut_off(model: Path, tmp_path: Path, engine: 
     thread.start()
     try:
         assert ready.wait(120)
-        port = int(workers.url.rsplit(":", 1)[1])
-        for begun in (b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: g\r\nAuthor"):
-            with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
-                connection.sendall(begun)
-                assert connection.recv(100) == b"", "closed, and nothing said"
-        assert httpx.get(f"{workers.url}/healthz", timeout=60).status_code == 200
+        yield Proxy(workers.url, settings.service_key, store)
     finally:
         loop.call_soon_threadsafe(workers.stop)
         thread.join(120)
         loop.close()
 
 
-def request_bytes(key: str, more: bytes = b"") -> bytes:
-    """Return a chat request as it goes over a connection, with more headers."""
-    body = json.dumps({"model": "policy", **ASK}).encode()
+def test_a_head_that_never_ends_is_cut_off(model: Path, tmp_path: Path, engine: ScriptedEngine) -> None:
+    with limited(model, tmp_path / "s.db", engine, head_patience=0.3) as proxy:
+        for begun in (b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: g\r\nAuthor"):
+            with socket.create_connection(("127.0.0.1", port_of(proxy)), timeout=60) as connection:
+                connection.sendall(begun)
+                assert connection.recv(100) == b"", "closed, and nothing said"
+        assert proxy.http.get("/healthz").status_code == 200
+
+
+def test_an_answer_that_is_not_read_is_cut_off(model: Path, tmp_path: Path) -> None:
+    """At the service's own address too; what was got is no whole answer, the call stays on record, others are served."""
+    text, count = "x" * (1 << 16), 200
+    folder, token = with_token(model, tmp_path / "long", text)
+    long = [Tokens([token] * count), Finish()]
+    with (
+        ScriptedEngine(lambda request, number: long if number <= 2 else say(70, 71, 72)) as engine,
+        limited(folder, tmp_path / "s.db", engine, client_patience=0.5) as proxy,
+    ):
+        access = proxy.run()
+        for stream in (False, True):
+            size, last = unread(proxy, request_bytes(access["api_key"], stream=stream))
+            assert 0 < size < count * len(text) and b"[DONE]" not in last
+        again = proxy.chat(access, {**ASK, "messages": [{"role": "user", "content": "again"}]})
+        assert again.status_code == 200
+        calls = [call for call in proxy.calls() if call.sampled_ids == [token] * count]
+        assert [call.status in (CallStatus.COMPLETE, CallStatus.DELIVERED) for call in calls] == [True, True]
+
+
+def unread(proxy: Proxy, request: bytes) -> tuple[int, bytes]:
+    """Ask, read nothing until the service has closed the connection; return what came: its size and its end."""
+    port = port_of(proxy)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", port))
+        connection.sendall(request)
+        established = f":{port:04X} 0100007F:{connection.getsockname()[1]:04X} 01 "
+        wait_for(lambda: established not in Path("/proc/net/tcp").read_text(), 60)
+        connection.settimeout(60)
+        size, last = 0, b""
+        while data := connection.recv(1 << 20):
+            size, last = size + len(data), data
+        return size, last
+
+
+def with_token(model: Path, folder: Path, text: str) -> tuple[Path, int]:
+    """Return a copy of a model folder in which one more token stands for a text, and that token."""
+    shutil.copytree(model, folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder, tokenizer.token_to_id(text)
+
+
+def port_of(proxy: Proxy) -> int:
+    return int(proxy.url.rsplit(":", 1)[1])
+
+
+def request_bytes(key: str, more: bytes = b"", **fields: Any) -> bytes:
+    """Return a chat request as it goes over a connection, with more headers or fields."""
+    body = json.dumps({"model": "policy", **ASK, **fields}).encode()
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: g\r\nAuthorization: Bearer {key}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"

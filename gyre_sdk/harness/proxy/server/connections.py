@@ -1,13 +1,15 @@
-"""Connections of agents: a bound on the time that a request's head may take, and errors below HTTP in our own format.
+"""Connections of agents: bounds on the time of a request's head and of an answer, and errors below HTTP in our format.
 
 aiohttp bounds the size of a head (128 fields of 8 KiB) but not its time: a client that sends one byte a minute would
-hold a connection for ever.
+hold a connection for ever, and so would one that does not read its answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import StreamReader, web
@@ -18,6 +20,51 @@ from gyre_sdk.harness.proxy.server.refusals import of_status, refusal
 log = logging.getLogger(__name__)
 _BROKEN = "/v1/"
 """Path to answer a request in whose head no path could be read: in the format that most agents know."""
+BUFFERED = 1 << 15
+"""Bytes that a connection may leave unread before its patience is counted; below what makes a write wait."""
+
+
+class SlowClient(ConnectionError):
+    """A connection did not take its answer in time."""
+
+
+async def send(request: web.Request, response: web.StreamResponse, data: bytes, patience: float) -> None:
+    """Write a part of an answer, which the connection has `patience` seconds to take.
+
+    Raises:
+        SlowClient: it did not.
+    """
+    transport = request.transport
+    if transport is None or transport.get_write_buffer_size() + len(data) < BUFFERED:
+        await response.write(data)
+        return
+    async with _time_to_read(patience):
+        await response.write(data)
+
+
+async def send_end(response: web.StreamResponse, patience: float) -> None:
+    """Write the end of an answer; it waits for parts that were written before and are not read yet.
+
+    Raises:
+        SlowClient: the connection did not take them within `patience` seconds.
+    """
+    async with _time_to_read(patience):
+        await response.write_eof()
+
+
+def abort(request: web.Request) -> None:
+    """Close the connection of an agent that is gone or does not read, so that what it has of an answer is no whole one."""
+    if request.transport is not None:
+        request.transport.abort()
+
+
+@asynccontextmanager
+async def _time_to_read(patience: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(patience):
+            yield
+    except TimeoutError:
+        raise SlowClient(f"the answer was not read for {patience:g} s") from None
 
 
 class Runner(web.AppRunner):

@@ -11,14 +11,13 @@ from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import SERVER_SOFTWARE
 
 from gyre_sdk.harness.proxy.dialects import AnswerStream, Dialect, TokenText
+from gyre_sdk.harness.proxy.server.connections import BUFFERED, abort, send, send_end
 from gyre_sdk.harness.proxy.server.model_call import ModelCall
 from gyre_sdk.harness.proxy.server.turns import Turn
 
 _JSON = {"Content-Type": "application/json"}
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\nDate: %s\r\nServer: %s\r\n\r\n"
 _SSE = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-_BUFFERED = 1 << 15
-"""Bytes that a connection may leave unread before its patience is counted; below what makes a write wait."""
 
 
 class _OneWrite(web.StreamResponse):
@@ -45,10 +44,6 @@ class _OneWrite(web.StreamResponse):
         """See `web.StreamResponse`."""
 
 
-class SlowClient(ConnectionError):
-    """A connection did not take its answer in time."""
-
-
 class Delivery:
     """Sends answers.
 
@@ -72,7 +67,7 @@ class Delivery:
         _raise_failure(turn.calls)
         choices = [call.choice() for call in turn.calls]
         body = dialect.body(turn.request, turn.name, turn.at, choices, turn.prompt_tokens)
-        if request.version == HttpVersion11 and request.keep_alive and len(body) < _BUFFERED:
+        if request.version == HttpVersion11 and request.keep_alive and len(body) < BUFFERED:
             one = _OneWrite(body)
             await one.prepare(request)
             _note_delivery(request, turn)
@@ -83,7 +78,7 @@ class Delivery:
                 await response.prepare(request)
                 await response.write_eof()
         except TimeoutError:
-            _abort(request)
+            abort(request)
         else:
             _note_delivery(request, turn)
         return response
@@ -104,7 +99,7 @@ class Delivery:
             if await self._relay(request, response, stream, turn):
                 _note_delivery(request, turn)
         except ConnectionError:
-            _abort(request)
+            abort(request)
         finally:
             for call in turn.calls:
                 call.watchers -= 1
@@ -130,8 +125,8 @@ class Delivery:
             out, head = [head], b""
             for index, call in enumerate(turn.calls):
                 if call.error is not None:
-                    await self._write(request, response, b"".join(out) + stream.error(call.error))
-                    await response.write_eof()
+                    await send(request, response, b"".join(out) + stream.error(call.error), self._patience)
+                    await send_end(response, self._patience)
                     return False
                 if finished[index]:
                     continue
@@ -148,24 +143,13 @@ class Delivery:
             if all(finished):
                 sampled = sum(call.sampled for call in turn.calls)
                 out.append(stream.end(turn.prompt_tokens, sampled))
-                await self._write(request, response, b"".join(out))
-                await response.write_eof()
+                await send(request, response, b"".join(out), self._patience)
+                await send_end(response, self._patience)
                 return True
             if any(out):
-                await self._write(request, response, b"".join(out))
+                await send(request, response, b"".join(out), self._patience)
             if not await _first(changed, self._heartbeat):
-                await self._write(request, response, stream.heartbeat())
-
-    async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-        transport = request.transport
-        if transport is None or transport.get_write_buffer_size() + len(data) < _BUFFERED:
-            await response.write(data)
-            return
-        try:
-            async with asyncio.timeout(self._patience):
-                await response.write(data)
-        except TimeoutError:
-            raise SlowClient(f"the answer was not read for {self._patience:g} s") from None
+                await send(request, response, stream.heartbeat(), self._patience)
 
 
 def _tokens(call: ModelCall, start: int, end: int) -> tuple[TokenText, ...]:
@@ -179,12 +163,6 @@ def _note_delivery(request: web.Request, turn: Turn) -> None:
     turn.delivered = True
     for call in turn.calls:
         call.delivered()
-
-
-def _abort(request: web.Request) -> None:
-    """Close the connection of an agent that is gone or does not read; its calls go on."""
-    if request.transport is not None:
-        request.transport.abort()
 
 
 def _raise_failure(calls: Sequence[ModelCall]) -> None:

@@ -24,7 +24,7 @@ from yarl import URL
 from gyre_sdk.errors import ProtocolError, ServiceError
 from gyre_sdk.harness.proxy.server.agents import bearer
 from gyre_sdk.harness.proxy.server.children import Child, supervise
-from gyre_sdk.harness.proxy.server.connections import Runner
+from gyre_sdk.harness.proxy.server.connections import Runner, SlowClient, abort, send, send_end
 from gyre_sdk.harness.proxy.server.metrics import CONTENT_TYPE, loopback
 from gyre_sdk.harness.proxy.server.refusals import refusal
 from gyre_sdk.harness.proxy.server.settings import ProxySettings
@@ -254,9 +254,10 @@ class Workers:
             raise _gone(index) from error
 
     async def _relay(self, request: web.Request, index: int) -> web.StreamResponse:
-        """Pass a request on to a worker, and its answer back as it comes."""
+        """Pass a request on to a worker, and its answer back as it comes and is read."""
         url = URL(f"{await self._worker(index)}{request.raw_path}", encoded=True)
         response: web.StreamResponse | None = None
+        patience = self.settings.client_patience
         try:
             async with self._session.request(
                 request.method,
@@ -269,14 +270,16 @@ class Workers:
                     status=answer.status, reason=answer.reason, headers=_end_to_end(answer.headers)
                 )
                 await response.prepare(request)
-                async for piece in answer.content.iter_any():
-                    await response.write(piece)
-                await response.write_eof()
+                try:
+                    async for piece in answer.content.iter_any():
+                        await send(request, response, piece, patience)
+                    await send_end(response, patience)
+                except SlowClient:
+                    abort(request)
         except aiohttp.ClientError as error:
             if response is None:
                 raise _gone(index) from error
-            if request.transport is not None:
-                request.transport.abort()  # an answer that broke off must not look whole
+            abort(request)  # an answer that broke off must not look whole
             raise ConnectionResetError(f"worker {index} broke off") from error
         return response
 
