@@ -141,6 +141,20 @@ def test_after_results_and_counted(model: Path, tmp_path: Path) -> None:
         assert engine.log[0].prompt[-6:] == [259, 304, 260, 10, 258, 301]
 
 
+def test_what_cannot_be_continued_is_counted_all_the_same(model: Path, tmp_path: Path) -> None:
+    """A count is of a conversation that may be over; only an answer to it would have to go on."""
+    with ScriptedEngine(lambda request, number: say(5)) as engine:
+        with running(model, tmp_path / "store.db", engine.url) as proxy:
+            access = proxy.run()
+            key, found = {"x-api-key": access["api_key"]}, []
+            for text in ("Sure", "\n\nSure"):
+                body = body_of("messages", USER, {"role": "assistant", "content": text})
+                found.append(proxy.http.post("/v1/messages/count_tokens", json=body, headers=key).json())
+            refused = send(proxy, access, "messages", body)
+    assert refused.status_code == 400 and "white space" in refused.json()["error"]["message"]
+    assert 0 < found[0]["input_tokens"] < found[1]["input_tokens"]
+
+
 THINKING = {"type": "enabled", "budget_tokens": 1024}
 RUN = {"type": "tool_use", "id": "t", "name": "run", "input": {}}
 THOUGHT = {"type": "thinking", "thinking": "x", "signature": "s"}
@@ -216,8 +230,16 @@ def begun(template: Template, text: str, *, tools: Any = ()) -> tuple[list[int],
     return prompt.tolist(), template.begin(prompt, text, tools, after_tool=False).tolist()
 
 
-@pytest.mark.parametrize("renderer", ["auto", "template"])
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3", "mistral_nemo", "llama3_1"])
+@pytest.mark.parametrize(
+    ("name", "renderer"),
+    [
+        ("qwen3", "auto"),
+        ("qwen3", "template"),
+        ("deepseek_v3", "template"),
+        ("mistral_nemo", "template"),
+        ("llama3_1", "template"),
+    ],
+)
 def test_ids_are_those_of_the_template(name: str, renderer: str) -> None:
     """A begun turn is what the template writes of that answer, up to its close; text stays text."""
     template = loaded(name, renderer)

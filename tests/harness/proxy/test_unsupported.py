@@ -35,7 +35,7 @@ def user(part: dict[str, Any]) -> list[dict[str, Any]]:
         ("chat", {"messages": user({"type": "input_audio"})}, "messages[0].content[0]", TEXT_ONLY),
         ("messages", {"messages": user({"type": "image", "source": SOURCE})}, None, TEXT_ONLY),
         ("messages", {"messages": user({"type": "document", "source": SOURCE})}, None, TEXT_ONLY),
-        ("messages", {"messages": [{"role": "assistant", "content": "so"}]}, None, "End with a user message"),
+        ("messages", {"messages": [{"role": "assistant", "content": "so"}]}, None, "begin with a user message"),
         ("responses", {"input": user({"type": "input_image"})}, "input[0].content[0]", TEXT_ONLY),
         ("responses", {"input": user({"type": "input_file"})}, "input[0].content[0]", TEXT_ONLY),
         ("responses", {"input": "go", "conversation": "conv_1"}, "conversation", "previous_response_id"),

@@ -109,6 +109,8 @@ SCHEMAS: dict[str, Schema] = {
             "response_format": _ANY_OBJECT,
             "structured_outputs": _ANY_OBJECT,
             "chat_template_kwargs": _ANY_OBJECT,
+            "continue_final_message": _FLAG,
+            "add_generation_prompt": _FLAG,
         },
         ("messages",),
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from gyre_sdk.harness.proxy.dialects.canonical import Message, ModelRequest
 from gyre_sdk.harness.proxy.dialects.history import History, Ids, Match, Origin
@@ -47,3 +48,8 @@ def begun(
     after_tool = bool(request.messages) and request.messages[-1].role == "tool"
     ids = template.begin(prompt(), request.prefill, request.tools, after_tool=after_tool)
     return history.origin(lane, request.tools, request.messages, match, ids)
+
+
+def ended(request: ModelRequest) -> ModelRequest:
+    """Return a request in which the text that its answer would continue is an answer that has ended."""
+    return replace(request, messages=(*request.messages, Message("assistant", request.prefill)), prefill="")

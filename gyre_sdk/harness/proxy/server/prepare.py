@@ -18,7 +18,7 @@ from gyre_sdk.harness.proxy.exchange import Exchange
 from gyre_sdk.harness.proxy.recorder import durable
 from gyre_sdk.harness.proxy.render import Ids, Template
 from gyre_sdk.harness.proxy.render.grammar import constrained, constraint
-from gyre_sdk.harness.proxy.server.begun import begun
+from gyre_sdk.harness.proxy.server.begun import begun, ended
 from gyre_sdk.harness.proxy.server.budgets import Prices, Spent, room
 from gyre_sdk.harness.proxy.server.conduct import LiveCall, Services
 from gyre_sdk.harness.proxy.server.hosted_turns import prepare_hosted, revive_hosted
@@ -125,9 +125,13 @@ async def count_prompt(services: Services, lane: Lane, request: ModelRequest, si
     policy = services.settings.policy(lane.record.role)
     template = await _template(services, policy, request.thinking)
     lenient = policy is HistoryPolicy.BRIDGE
-    _, origin = await _off_loop(
-        size > OFF_LOOP, _continue, lane.run.history, template, lane.record.lane, request, lenient
-    )
+    place, large = (lane.run.history, template, lane.record.lane), size > OFF_LOOP
+    try:
+        _, origin = await _off_loop(large, _continue, *place, request, lenient)
+    except ProtocolError:
+        if not request.prefill:
+            raise
+        _, origin = await _off_loop(large, _continue, *place, ended(request), lenient)
     return len(origin.prompt)
 
 
