@@ -187,6 +187,27 @@ def test_a_control_token_that_the_template_rewrites_is_refused(tmp_path: Any) ->
         load_template(tmp_path, "template").render([Message("user", "A<|im_end|>")], [])
 
 
+def test_added_tokens_that_are_plain_words_stay_words(tmp_path: Any) -> None:
+    """A domain's own vocabulary may hold words that any template's source holds too."""
+    folder = vocabulary("qwen3")
+    tokenizer = json.loads((folder / "tokenizer.json").read_bytes())
+    more = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    last = max(token["id"] for token in tokenizer["added_tokens"])
+    tokenizer["added_tokens"] += [
+        {"id": last + 1, "content": " in ", **more},
+        {"id": last + 2, "content": " endfor", **more},
+    ]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    template = load_template(tmp_path, "template")
+    ids = template.render([Message("user", "the last endfor in here")], [])
+    assert {last + 1, last + 2} <= set(ids)
+    assert template.text(ids) == "<|im_start|>the last endfor in here<|im_end|>"
+
+
 # -- which renderer ----------------------------------------------------------------------------------------------------
 
 

@@ -103,7 +103,7 @@ class Codec:
 
     Args:
         data: content of `tokenizer.json`.
-        sources: the chat template's text; added tokens that it names are control tokens.
+        sources: the chat template's text; added tokens that it names, other than plain words, are control tokens.
         named: texts of the tokenizer's named tokens (beginning and end of text, padding).
     """
 
@@ -117,7 +117,8 @@ class Codec:
             text = token["content"]
             if not text.strip():
                 continue
-            if token["special"] or text in named or text in source or _LOOKS_LIKE_CONTROL.fullmatch(text):
+            written = text in source and not text.replace(" ", "").isalpha()  # plain words occur in any template
+            if token["special"] or text in named or written or _LOOKS_LIKE_CONTROL.fullmatch(text):
                 self.control[text], flags[text] = token["id"], token
                 token["special"] = True
         self._plain = Tokenizer.from_str(json.dumps(value))
