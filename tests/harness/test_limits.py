@@ -15,7 +15,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from proxy_engine import Finish, ScriptedEngine, Tokens, Wait
 from session_kit import QUESTION, SAMPLED, a_task, ask, stored
@@ -311,6 +311,7 @@ def accounts() -> tuple[Accounts, Budget, Budget]:
     return found, found.budgets["a"], found.budgets["b"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from("abcd"), max_size=12), st.randoms())
 def test_however_the_record_is_read_it_is_known_what_is_in_flight(calls: list[str], random: Any) -> None:
     """Calls begin in order and end in any; the record is read again and again in between, never more than is needed."""
