@@ -1,6 +1,6 @@
 """What recording costs: gyre's proxy, a bare pass-through and other recording proxies over one stub engine.
 
-    python benchmarks/proxy.py [--peers] [--quick] [--only throughput,kill,latency,agents,growth]
+    python benchmarks/proxy.py [--peers] [--quick] [--only throughput,kill,death,latency,agents,growth]
 
 Engine, proxies and load generator are processes of their own. Every system is measured in every round; figures are medians
 over rounds, ratios are against systems of the same run. `--peers` installs the compared packages, pinned, each into an
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import report
-from proxy import growth, sections, systems
+from proxy import death, growth, sections, systems
 from proxy.model import make_model, texts
 from proxy.systems import BARE, BOTH, OURS, PEER_TABLE
 
-_SECTIONS = ("throughput", "kill", "latency", "agents", "growth")
+_SECTIONS = ("throughput", "kill", "death", "latency", "agents", "growth")
 _SHARE, _AIM = 0.3, 0.5
 
 
@@ -65,6 +65,7 @@ def _plan(
             next(texts(model, options.brief)) if options.brief else "",
         ),
         "kill": lambda: over_all("kill", sections.killed, 64 if quick else 800),
+        "death": lambda: death.death(model, folder / "death", 1 if quick else 8, 4),
         "latency": lambda: over_all(
             "latency",
             lambda running, *sizes: sections.latency(running, engine, *sizes),
@@ -95,6 +96,9 @@ def _aims(result: dict[str, Any]) -> list[dict[str, Any]]:
     if "kill" in result:
         lost = sum(result["kill"][name]["answered"] - result["kill"][name]["on_disk"] for name in BOTH)
         aim("answered calls lost by a kill", lost, 0)
+    if "death" in result:
+        aim("replica death noticed, s", max(found["max"] for found in result["death"]["noticed_s"].values()), 1.0)
+        aim("calls failed by a replica's death", result["death"]["errors"], 0)
     if "latency" in result:
         aim("added p50, ms", result["latency"]["added_p50_ms"][OURS], 2.0)
         aim("added time to first token, ms", result["latency"]["added_ttft_ms"][OURS], 3.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,24 +115,29 @@ async def pause_engine(session: aiohttp.ClientSession, engine: str, milliseconds
         answer.raise_for_status()
 
 
-async def stream_gaps(session: aiohttp.ClientSession, lane: Lane, salt: int) -> list[float]:
-    """Ask for a streamed answer of 64 chunks; return the seconds to its first text and between the reads that follow.
+def ask_streamed(session: aiohttp.ClientSession, lane: Lane, salt: int) -> AbstractAsyncContextManager[Any]:
+    """Ask for a streamed answer of 64 chunks.
 
     `salt` makes the request different from others, so that no answer is replayed.
     """
     content = f"Look at case {salt} again."
     messages = [_OPENING[0], {"role": "user", "content": content}]
     body = msgspec.json.encode({"model": "policy", "messages": messages, "stream": True, "max_tokens": 64})
+    return session.post(f"{lane.base_url}/chat/completions", data=body, headers=headers_of(lane))
+
+
+async def stream_gaps(session: aiohttp.ClientSession, lane: Lane, salt: int) -> list[float]:
+    """Ask for a streamed answer of 64 chunks; return the seconds to its first text and between the reads that follow."""
     gaps: list[float] = []
     last = time.perf_counter()
-    async with session.post(f"{lane.base_url}/chat/completions", data=body, headers=headers_of(lane)) as answer:
+    async with ask_streamed(session, lane, salt) as answer:
         if answer.status != 200:
             raise RuntimeError(f"HTTP {answer.status}: {(await answer.read())[:200]!r}")
         seen = b""
         async for data in answer.content.iter_any():
             if not gaps:
                 seen += data
-                if not _has_text(seen):
+                if not any(said(event) for event in seen.split(b"\n\n")[:-1]):
                     continue
             now = time.perf_counter()
             gaps.append(now - last)
@@ -139,11 +145,9 @@ async def stream_gaps(session: aiohttp.ClientSession, lane: Lane, salt: int) -> 
     return gaps
 
 
-def _has_text(stream: bytes) -> bool:
-    """Tell whether a chunk with text is whole."""
-    for event in stream.split(b"\n\n")[:-1]:
-        if event.startswith(b"data: {"):
-            choices = msgspec.json.decode(event[6:]).get("choices")
-            if choices and (choices[0].get("delta") or {}).get("content"):
-                return True
-    return False
+def said(event: bytes) -> str:
+    """Return the text that an event of a streamed answer brings."""
+    if not event.startswith(b"data: {"):
+        return ""
+    choices = msgspec.json.decode(event[6:]).get("choices")
+    return ((choices[0].get("delta") or {}).get("content") or "") if choices else ""

@@ -2,7 +2,8 @@
 
 Run as a process: prints `{"url": ...}`. `/inference/v1/generate` streams ids as vLLM does; `/v1/chat/completions` answers
 text, with ids and log-probs where `return_token_ids` and `logprobs` ask for them. `max_tokens` 64 asks for the answer of 64
-chunks; `PUT /pause/N` puts N milliseconds between these from then on.
+chunks, fewer for as many of its last: what a call that was cut still wants. `PUT /pause/N` puts N milliseconds between these
+from then on, also in answers that have begun.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import asyncio
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from proxy.wires import Serving
@@ -53,16 +55,17 @@ class Stub:
 
     async def _generate(self, body: bytes, connection: Serving) -> None:
         sampling = json.loads(body)["sampling_params"] if len(body) < 1 << 16 else {}
-        if sampling.get("max_tokens") == STREAMED:
-            await _stream(connection, self.streamed_events, self.pause)
+        wanted = sampling.get("max_tokens") or 0
+        if 0 < wanted <= STREAMED:
+            await _stream(connection, self.streamed_events[-wanted:], lambda: self.pause)
         else:
-            await _stream(connection, self.events, 0)
+            await _stream(connection, self.events, lambda: 0)
 
     async def _chat(self, body: dict[str, Any], connection: Serving) -> None:
         if body.get("stream"):
             ids = self._stretched(self.ids)
             texts = [self.pieces[at % (len(self.pieces) - 1)] for at in range(len(ids) - 1)] + [""]
-            await _stream(connection, _chat_events(ids, texts, body), self.pause)
+            await _stream(connection, _chat_events(ids, texts, body), lambda: self.pause)
             return
         prompt = sum(len(str(message.get("content"))) for message in body["messages"]) // 4
         wants_ids = bool(body.get("return_token_ids") or (body.get("extra_body") or {}).get("return_token_ids"))
@@ -132,14 +135,14 @@ def _whole(body: bytes, status: str = "200 OK") -> bytes:
     return head.encode() + body
 
 
-async def _stream(connection: Serving, events: list[bytes], pause: int) -> None:
-    """Send events, each by itself, `pause` milliseconds apart."""
+async def _stream(connection: Serving, events: list[bytes], pause: Callable[[], int]) -> None:
+    """Send events, each by itself, as many milliseconds apart as `pause` says each time."""
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
     for item in (*events, b"data: [DONE]\n\n"):
         connection.write(head + b"%x\r\n%b\r\n" % (len(item), item))
         head = b""
-        if pause:
-            await asyncio.sleep(pause / 1000)
+        if milliseconds := pause():
+            await asyncio.sleep(milliseconds / 1000)
     connection.write(b"0\r\n\r\n")
 
 

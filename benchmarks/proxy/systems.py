@@ -26,6 +26,8 @@ WORKERS = "gyre, 2 workers"
 """Our proxy again, as two processes over one store; each run's agents are given their worker's address."""
 BOTH = (OURS, WORKERS)
 _SERVICE_KEY = "the-service-key-of-the-benchmark"
+SERVICE = {"Authorization": f"Bearer {_SERVICE_KEY}"}
+"""Headers of the control API of our proxy."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +98,18 @@ def running(
 @contextmanager
 def stub(model: Model, chunk: int = 8) -> Iterator[str]:
     """Run the stub engine; give its address."""
-    command = [sys.executable, "-m", "proxy.stub", "--chunk", str(chunk)]
-    ids, pieces = json.dumps(model.ids), json.dumps(model.pieces)
-    child = Child([*command, "--ids", ids, "--pieces", pieces], HERE.parent)
+    child = start_stub(model, chunk)
     try:
         yield child.greeting["url"]
     finally:
         child.kill()
+
+
+def start_stub(model: Model, chunk: int = 8) -> Child:
+    """Start a stub engine; its greeting has its `url`."""
+    command = [sys.executable, "-m", "proxy.stub", "--chunk", str(chunk)]
+    ids, pieces = json.dumps(model.ids), json.dumps(model.pieces)
+    return Child([*command, "--ids", ids, "--pieces", pieces], HERE.parent)
 
 
 def gyre(model: Model, engine: str, home: Path, *options: str, name: str = OURS) -> System:
@@ -198,7 +205,7 @@ def _stored_by_peer(home: Path) -> int:
 
 
 def _control(url: str, body: dict[str, Any]) -> Any:
-    headers = {"Authorization": f"Bearer {_SERVICE_KEY}", "Content-Type": "application/json"}
+    headers = {**SERVICE, "Content-Type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
