@@ -6,13 +6,13 @@ gone only after a while.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from enum import StrEnum
 
 import httpx
 
 from gyre_sdk.harness.ports import Clock
+from gyre_sdk.trainer.cells.lookout import Lookout
 
 __all__ = ["Health", "Pulse", "Sign", "look"]
 
@@ -69,31 +69,18 @@ def look(http: httpx.Client, url: str) -> Sign:
     return Sign.ALIVE if status == 200 else Sign.REFUSED
 
 
-class Health:
+class Health(Lookout):
     """Looks at replicas every `period_s` seconds until it is stopped."""
 
     def __init__(self, clock: Clock, period_s: float) -> None:
+        http = httpx.Client(timeout=_TIMEOUT, headers={"connection": "close"}, trust_env=False)
+        super().__init__("health of cells", period_s, http)
         self._clock = clock
-        self._period_s = period_s
         self._pulses: dict[str, Pulse] = {}
-        self._http = httpx.Client(timeout=_TIMEOUT, headers={"connection": "close"}, trust_env=False)
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="health of cells", daemon=True)
 
     def watch(self, urls: list[str]) -> None:
         """Look at these from now on, and at no others."""
         self._pulses = {url: self._pulses.get(url, Pulse()) for url in urls}
-
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End."""
-        self._stopping.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-        self._http.close()
 
     def fault(self, url: str) -> str | None:
         """Return in words why a replica counts as gone; None while it does not."""
@@ -110,7 +97,3 @@ class Health:
             pulses = self._pulses
             if url in pulses:
                 pulses[url] = pulses[url].after(sign, self._clock.monotonic())
-
-    def _run(self) -> None:
-        while not self._stopping.wait(self._period_s):
-            self.beat()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import httpx
 
 from gyre_sdk.harness.ports import Clock
 from gyre_sdk.trainer.cells.knee import Rates
+from gyre_sdk.trainer.cells.lookout import Lookout
 
 __all__ = ["RateMeter", "Reading", "reading"]
 
@@ -63,11 +63,12 @@ def between(one: Reading, other: Reading) -> tuple[float, float] | None:
     return (one.calls + other.calls) / 2, sampled / seconds
 
 
-class RateMeter:
+class RateMeter(Lookout):
     """Looks at replicas every two seconds until it is stopped."""
 
     def __init__(self, urls: Callable[[], Sequence[str]], clock: Clock = time) -> None:
         """`urls`: of the replicas, those that take no requests now among them."""
+        super().__init__("rates of replicas", _PERIOD_S, httpx.Client(timeout=_TIMEOUT_S, trust_env=False))
         self.rates = Rates()
         """What was seen so far."""
         self.calls: float | None = None
@@ -77,20 +78,6 @@ class RateMeter:
         self._urls = urls
         self._clock = clock
         self._before: dict[str, Reading] = {}
-        self._http = httpx.Client(timeout=_TIMEOUT_S, trust_env=False)
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rates of replicas", daemon=True)
-
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End."""
-        self._stopping.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-        self._http.close()
 
     def beat(self) -> None:
         """Look at each replica once."""
@@ -113,7 +100,3 @@ class RateMeter:
         self._before = found
         self.busiest = max((said.calls for said in found.values()), default=0.0)
         self.calls = len(urls) * sum(said.calls for said in found.values()) / len(found) if found else None
-
-    def _run(self) -> None:
-        while not self._stopping.wait(_PERIOD_S):
-            self.beat()
