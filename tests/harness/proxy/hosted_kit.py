@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from proxy_kit import Proxy
+from test_retries import wait_for
 
 USAGE = {
     "prompt_tokens": 10,
@@ -84,6 +90,31 @@ def provider() -> Iterator[Scripted]:
         loop.call_soon_threadsafe(stop.set)
         thread.join(10)
         loop.close()
+
+
+@contextmanager
+def logged(store: Path, model: str, output: Path) -> Iterator[Proxy]:
+    """Run `gyre serve` for a hosted model as a process that logs all that there is; `output` gets all that it writes."""
+    code = (
+        "import logging, sys; logging.basicConfig(level=logging.DEBUG);"
+        "from gyre_sdk.harness.proxy.server import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "--model", f"litellm:{model}", "--store", str(store)]
+    environment = {**os.environ, "GYRE_SERVICE_KEY": "the-service-key", "LITELLM_LOG": "DEBUG"}
+    with output.open("w") as written:
+        process = subprocess.Popen(command, env=environment, stdout=written, stderr=subprocess.STDOUT)
+
+    def ready() -> list[str]:
+        assert process.poll() is None, output.read_text()
+        lines = output.read_text().splitlines()
+        return [line.split()[1] for line in lines if line.startswith("ready http://")]
+
+    try:
+        wait_for(ready, 120)
+        yield Proxy(ready()[0], "the-service-key", store)
+    finally:
+        process.terminate()
+        process.wait(60)
 
 
 def _chunk(**fields: Any) -> bytes:

@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 MODEL = "openai/gpt-4o-mini"
-SECRET = "sk-provider-secret-123456"
+SECRET = "provider-key-Zq7f3a9c1b0123456789"  # of no form that loggers know as a key's
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 ASK: dict[str, Any] = {"model": "anything", "messages": [{"role": "user", "content": "hi"}]}
 CALLING = {
@@ -283,13 +283,22 @@ def test_a_stream_that_breaks_off_ends_in_an_error_event(proxy: Proxy, upstream:
     assert call.status is CallStatus.FAILED and call.finish_reason is None
 
 
-def test_no_key_crosses(proxy: Proxy, upstream: hosted_kit.Scripted) -> None:
-    access = proxy.run()
-    proxy.chat(access, ASK)
+def test_no_key_crosses(upstream: hosted_kit.Scripted, tmp_path: Path) -> None:
+    """Not to the provider, not into the store, and not into what the service writes when it logs all, errors included."""
+    upstream.plays += [{"deltas": [{"content": "one"}]}, {"deltas": [{"content": "half"}], "die": True}]
+    upstream.plays += [{"status": status, "message": f"no, {SECRET} it is"} for status in (400, 401, 429, 500)]
+    with hosted_kit.logged(tmp_path / "gyre.db", MODEL, tmp_path / "output") as proxy:
+        access = proxy.run()
+        asked = [{**ASK, "messages": [{"role": "user", "content": f"case {number}"}]} for number in range(6)]
+        answers = [proxy.chat(access, body) for body in asked]
+    assert [answer.status_code for answer in answers] == [200, 500, 400, 401, 429, 500]
     assert access["api_key"] not in repr(upstream.headers) + repr(upstream.requests)
-    assert upstream.headers[0]["authorization"] == f"Bearer {SECRET}"
-    for file in proxy.store.parent.glob("gyre.db*"):
-        assert SECRET.encode() not in file.read_bytes() and access["api_key"].encode() not in file.read_bytes()
+    assert {sent["authorization"] for sent in upstream.headers} == {f"Bearer {SECRET}"}
+    written = (tmp_path / "output").read_text()
+    assert all(f"case {number}" in written for number in range(6)), "the log is as full as it can be"
+    kept = [file.read_text(errors="replace") for file in tmp_path.glob("gyre.db*")]
+    for text in (written, *kept, *(answer.text for answer in answers)):
+        assert SECRET not in text and access["api_key"] not in text
 
 
 @pytest.mark.parametrize(
