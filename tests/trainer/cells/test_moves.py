@@ -2,96 +2,82 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cells_kit import Toys, counted, moves
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_manager import World
+from training_kit import make_model
 
+import gyre_sdk as gyre
+from gyre_sdk import ProxySettings
 from gyre_sdk.errors import TrainerError
 from gyre_sdk.events import SwitchMeasured
-from gyre_sdk.harness.service import ServiceClient
+from gyre_sdk.harness.service import Drained, ServiceClient
 from gyre_sdk.trainer.cells.moves import side_by_side
 
 LONG = 60.0
 
 
-class ToyProxy:
-    """Speaks the part of the control API that routing needs; `draining` is called while a replica drains."""
+class Drains(ServiceClient):
+    """A client of a real proxy; `draining` is called when a replica has drained, before who asked for it knows."""
 
-    def __init__(self) -> None:
-        self.draining: Callable[[str], object] = lambda url: None
-        self.table: set[str] = set()
-        toy = self
+    draining: Callable[[str], object] = staticmethod(lambda url: None)
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_PUT(self) -> None:
-                toy.table = {row["url"] for row in self.body()["replicas"]}
-                self.answer({"version": 0, "replicas": []})
+    def drain(self, url: str, *, seconds: float) -> Drained:
+        found = super().drain(url, seconds=seconds)
+        self.draining(url)
+        return found
 
-            def do_POST(self) -> None:
-                url = self.body()["url"]
-                toy.table = toy.table - {url}
-                toy.draining(url)
-                self.answer({"finished": 1, "moved": 0})
+    @property
+    def table(self) -> set[str]:
+        """Replicas that calls are sent to."""
+        return {row["url"] for row in self.status()["replicas"] if row["state"] == "serving"}
 
-            def body(self) -> Any:
-                return json.loads(self.rfile.read(int(self.headers["content-length"])))
 
-            def answer(self, body: dict[str, Any]) -> None:
-                data = json.dumps(body).encode()
-                self.send_response(200)
-                self.send_header("content-length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
-        self._thread.start()
-        self.service = ServiceClient(f"http://127.0.0.1:{self._server.server_port}", "key", patience=0.0)
-
-    def close(self) -> None:
-        self.service.close()
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drains]:
+    """One proxy for all tests; each announces its own replicas."""
+    folder = tmp_path_factory.mktemp("proxy")
+    make_model(folder / "model")
+    settings = ProxySettings(
+        store=folder / "s.db", model=folder / "model", renderer="qwen3", service_key="the key of this test"
+    )
+    with gyre.serve(settings) as client:
+        drains = Drains(client.url, settings.service_key, patience=0.0)
+        yield drains
+        drains.close()
 
 
 @contextmanager
-def routed(folder: Path) -> Iterator[tuple[World, ToyProxy]]:
+def routed(folder: Path, proxy: Drains) -> Iterator[World]:
     """Three cells behind a proxy."""
-    toys, proxy = Toys(folder, 3), ToyProxy()
+    toys = Toys(folder, 3)
     try:
-        toys.publisher.connect([toy.url for toy in toys.replicas], proxy.service)
+        toys.publisher.connect([toy.url for toy in toys.replicas], proxy)
         toys.publisher.start()
-        yield World(toys), proxy
+        yield World(toys)
     finally:
-        proxy.close()
+        proxy.draining = lambda url: None
         toys.close()
 
 
 @pytest.fixture
-def behind(tmp_path: Path) -> Iterator[tuple[World, ToyProxy]]:
-    with routed(tmp_path) as found:
-        yield found
+def behind(tmp_path: Path, proxy: Drains) -> Iterator[tuple[World, Drains]]:
+    with routed(tmp_path, proxy) as world:
+        yield world, proxy
 
 
 def states(world: World, cell: str) -> list[str]:
     return [state for state, _ in moves(world.toys.events, cell)]
 
 
-def test_cells_of_one_action_drain_and_join_side_by_side(behind: tuple[World, ToyProxy]) -> None:
+def test_cells_of_one_action_drain_and_join_side_by_side(behind: tuple[World, Drains]) -> None:
     """Each waits for the others where only one after the other would never meet."""
     world, proxy = behind
     drains, joins, leaves = threading.Barrier(3), threading.Barrier(2), threading.Barrier(2)
@@ -114,7 +100,7 @@ def test_cells_of_one_action_drain_and_join_side_by_side(behind: tuple[World, To
     assert world.tick(3) == ["training"] * 3
     world.check()
     measured = [event for event in world.toys.events if isinstance(event, SwitchMeasured)]
-    assert {event.cell: event.finished for event in measured} == {"cell-0": 1, "cell-1": 1, "cell-2": 1}
+    assert {event.cell: event.finished for event in measured} == {"cell-0": 0, "cell-1": 0, "cell-2": 0}
     assert world.tick(-3) == ["serving"] * 3
     assert sorted(order) == ["cell-0", "cell-1", "cell-2"] and order[-1] == "cell-0"
     assert proxy.table == {toy.url for toy in world.toys.replicas}
@@ -122,7 +108,7 @@ def test_cells_of_one_action_drain_and_join_side_by_side(behind: tuple[World, To
 
 
 @pytest.mark.parametrize("broken", ["pause", "slow"])
-def test_one_that_fails_does_not_stop_the_others(behind: tuple[World, ToyProxy], broken: str) -> None:
+def test_one_that_fails_does_not_stop_the_others(behind: tuple[World, Drains], broken: str) -> None:
     world, _ = behind
     world.tick(1)
     world.counters = counted(4, 4)
@@ -136,7 +122,7 @@ def test_one_that_fails_does_not_stop_the_others(behind: tuple[World, ToyProxy],
     world.exclusive(set())
 
 
-def test_satellites_whose_core_fails_serve_on(behind: tuple[World, ToyProxy]) -> None:
+def test_satellites_whose_core_fails_serve_on(behind: tuple[World, Drains]) -> None:
     """They have drained by then, and are as they were."""
     world, proxy = behind
     world.toys.replicas[0].broken.add("pause")
@@ -161,7 +147,7 @@ def test_satellites_whose_core_fails_serve_on(behind: tuple[World, ToyProxy]) ->
     ],
 )
 def test_cells_that_the_water_needs_again_are_taken_back(
-    behind: tuple[World, ToyProxy], water: int, found: list[str]
+    behind: tuple[World, Drains], water: int, found: list[str]
 ) -> None:
     """8 runs a cell; the last to leave stays first."""
     world, proxy = behind
@@ -186,7 +172,7 @@ def test_cells_that_the_water_needs_again_are_taken_back(
     assert len(measured) == found.count("training"), "what was taken back is no switch"
 
 
-def test_a_version_that_came_meanwhile_reaches_who_is_taken_back(behind: tuple[World, ToyProxy]) -> None:
+def test_a_version_that_came_meanwhile_reaches_who_is_taken_back(behind: tuple[World, Drains]) -> None:
     world, proxy = behind
     toy = world.toys.replicas[0]
 
@@ -201,7 +187,7 @@ def test_a_version_that_came_meanwhile_reaches_who_is_taken_back(behind: tuple[W
     world.check()
 
 
-def test_a_replica_that_cannot_be_taken_back_takes_no_requests(behind: tuple[World, ToyProxy]) -> None:
+def test_a_replica_that_cannot_be_taken_back_takes_no_requests(behind: tuple[World, Drains]) -> None:
     """It died while it drained, and came back with nothing."""
     world, proxy = behind
     toy = world.toys.replicas[0]
@@ -220,7 +206,7 @@ def test_a_replica_that_cannot_be_taken_back_takes_no_requests(behind: tuple[Wor
     world.check()
 
 
-def test_who_gathers_takes_back_what_has_not_left(behind: tuple[World, ToyProxy]) -> None:
+def test_who_gathers_takes_back_what_has_not_left(behind: tuple[World, Drains]) -> None:
     world, proxy = behind
 
     def gather(url: str) -> None:
@@ -241,10 +227,10 @@ steps = st.lists(
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps)
 def test_whatever_the_water_does_meanwhile_somebody_serves(
-    tmp_path_factory: pytest.TempPathFactory, schedule: list[tuple[int, int, set[int], bool]]
+    tmp_path_factory: pytest.TempPathFactory, proxy: Drains, schedule: list[tuple[int, int, set[int], bool]]
 ) -> None:
     """While cells drain, water rises or falls and replicas break; a cell that left is one that the rest could spare."""
-    with routed(tmp_path_factory.mktemp("moves")) as (world, proxy):
+    with routed(tmp_path_factory.mktemp("moves"), proxy) as world:
         for cells, water, broken, before in schedule:
             world.counters = counted(99, 98 if before else 99)
 
