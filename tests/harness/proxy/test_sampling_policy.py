@@ -89,6 +89,41 @@ def test_a_service_of_a_trainer_refuses_them(model: Path, tmp_path: Path, engine
         assert len(engine.log) == len(FINE) + len(TRUNCATED)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_protocol_refuses_them_in_its_own_form(
+    model: Path, tmp_path: Path, engine: ScriptedEngine, path: str, stream: bool
+) -> None:
+    """What steers the tokens by their ids is refused whatever the service's policy; streams are refused before they begin."""
+    body: dict[str, Any] = {"model": "policy", "stream": stream, "messages": [USER]}
+    if path == "/v1/messages":
+        body["max_tokens"] = 8
+    elif path != "/v1/chat/completions":
+        body["prompt" if path == "/v1/completions" else "input"] = "hi"
+        del body["messages"]
+    behind = [{"logit_bias": {"5": 1}}, {"allowed_token_ids": [5]}, {"bad_words": ["ok"]}]
+    cut = [{"temperature": 0}, {"top_p": 0.9}]
+    for policy, refused in ((SamplingPolicy.UNTRAINED, behind), (SamplingPolicy.REFUSE, [*behind, *cut])):
+        store = tmp_path / f"{policy}.db"
+        template = toy_template({"hi": 300, "ok": 301})
+        with running(model, store, engine.url, template=template, sampling=policy) as proxy:
+            headers = {"Authorization": f"Bearer {proxy.run(group='g')['api_key']}"}
+            for setting in refused:
+                (name,) = setting
+                answer = proxy.http.post(path, json={**body, **setting}, headers=headers)
+                assert answer.status_code == 400 and answer.headers["x-should-retry"] == "false", answer.text
+                said = answer.json()
+                error = said["error"]
+                assert name in error["message"] and "while a trainer uses the run" in error["message"]
+                if path == "/v1/messages":
+                    assert (said["type"], error["type"]) == ("error", "invalid_request_error")
+                else:
+                    expected = ("invalid_request_error", "invalid_value", name)
+                    assert (error["type"], error["code"], error["param"]) == expected
+            assert not proxy.calls()
+    assert not engine.log
+
+
 def test_a_service_serves_and_records_them_by_default(model: Path, tmp_path: Path, engine: ScriptedEngine) -> None:
     with running(model, tmp_path / "s.db", engine.url, template=toy_template({"hi": 300, "ok": 301})) as proxy:
         for settings in TRUNCATED:
