@@ -24,12 +24,14 @@ from proxy.stub import STREAMED
 
 KINDS = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP}
 """What is sent to the replica: its connections break, or nothing comes any more."""
-_PAUSE = 50
+_PAUSE = 100
 """Milliseconds between the tokens of a replica."""
 _POLL = 0.01
 """Seconds between looks at the proxy's table of replicas."""
-_BEGUN = 3
+_BEGUN = 2
 """Tokens that every stream has brought when the signal is sent."""
+_SPREAD = 0.2
+"""Seconds over which the rounds' signals are spread, as they meet the proxy at any moment between two of its looks."""
 _LONGEST = 60.0
 """Seconds after which something that should come is given up."""
 
@@ -72,12 +74,13 @@ def death(model: Model, home: Path, rounds: int, streams: int) -> dict[str, Any]
         leaving.callback(other.kill)
         system = systems.gyre(model, other.greeting["url"], home)
         leaving.callback(system.child.kill)
-        for _ in range(rounds):
+        for number in range(rounds):
             victim = systems.start_stub(_saying(model, places[0]))
             leaving.callback(victim.kill)
             for kind in ("hang", "kill"):
                 lanes = system.open_lanes(2 * streams)
-                asyncio.run(_round(lanes, victim, other.greeting["url"], KINDS[kind], words, found[kind]))
+                pair = victim, other.greeting["url"]
+                asyncio.run(_round(lanes, *pair, KINDS[kind], _SPREAD * number / rounds, words, found[kind]))
     return {
         "rounds": rounds,
         "streams": streams,
@@ -91,9 +94,15 @@ def death(model: Model, home: Path, rounds: int, streams: int) -> dict[str, Any]
 
 
 async def _round(
-    lanes: Sequence[Lane], victim: Child, other: str, sent: signal.Signals, words: list[str], found: _Found
+    lanes: Sequence[Lane],
+    victim: Child,
+    other: str,
+    sent: signal.Signals,
+    later: float,
+    words: list[str],
+    found: _Found,
 ) -> None:
-    """Put half of the streams on each replica, send the signal, wait for both ends of it and for all answers."""
+    """Put half of the streams on each replica, send the signal `later` seconds after, wait for all that follows."""
     url = victim.greeting["url"]
     half = len(lanes) // 2
     streams = [_Stream() for _ in lanes]
@@ -109,6 +118,7 @@ async def _round(
                     group.create_task(_listen(session, lane, stream))
                 for stream in streams[part]:
                     await stream.begun.wait()
+            await asyncio.sleep(later)
             began = time.perf_counter()
             os.kill(victim.pid, sent)
             await _until_gone(session, table, url)
