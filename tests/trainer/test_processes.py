@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -118,8 +119,9 @@ def test_a_child_that_keeps_dying_is_given_up(toy: Callable[..., Child], monkeyp
             child.check()
         except TrainerError as error:
             return "died 3 times" in str(error)
-        if alive(child.pid):
-            os.kill(child.pid, signal.SIGKILL)
+        if pid := child.pid:
+            with contextlib.suppress(ProcessLookupError):  # it may have been told dead at this moment
+                os.kill(pid, signal.SIGKILL)
         return False
 
     eventually(kill_until_given_up, 60.0)
