@@ -225,6 +225,33 @@ class ManualClock:
         return self.now
 
 
+class Pages(BaseHTTPRequestHandler):
+    """Answers what a replica says of itself: `page` of its path."""
+
+    def page(self, path: str) -> str:
+        raise NotImplementedError
+
+    def do_GET(self) -> None:
+        body = self.page(self.path).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextmanager
+def answering(pages: type[Pages]) -> Iterator[str]:
+    """Serve pages; give the address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), pages)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
 class Toys:
     """Toy replicas, and a real publisher to them."""
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from random import Random
-from threading import Thread
 
 import pytest
-from cells_kit import ManualClock
+from cells_kit import ManualClock, Pages, answering
 from export_kit import USER, Talk, says
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -126,35 +124,25 @@ def test_what_two_readings_tell() -> None:
         assert between(one, other) is None
 
 
-class Replica(BaseHTTPRequestHandler):
+class Replica(Pages):
     """Samples up to 100 tokens a second, 25 for each request."""
 
     calls = 0
     sampled = 0.0
 
-    def do_GET(self) -> None:
+    def page(self, path: str) -> str:
         lines = [
             f"vllm:num_requests_running {self.calls}",
             "vllm:num_requests_waiting 0",
             f"vllm:generation_tokens_total {self.sampled}",
         ]
-        body = "\n".join(lines).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *arguments: object) -> None:
-        """Say nothing."""
+        return "\n".join(lines)
 
 
 @pytest.fixture
 def replica() -> Iterator[str]:
-    server = HTTPServer(("127.0.0.1", 0), Replica)
-    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with answering(Replica) as url:
+        yield url
 
 
 def test_speed_bounds_what_a_cell_carries(tmp_path: Path, replica: str) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
+from cells_kit import Pages, answering
 from export_kit import USER, Talk, says
 
 from gyre_sdk.harness.service import ServiceClient
@@ -29,27 +28,17 @@ def test_the_size_of_a_cache_is_read_from_metrics() -> None:
     assert parsed("other_total 3\n") is None
 
 
-class Metrics(BaseHTTPRequestHandler):
+class Metrics(Pages):
     """Answers as a replica does that has a cache of 512 blocks and serves version 3."""
 
-    def do_GET(self) -> None:
-        body = (METRICS if self.path == "/metrics" else '{"weight_version": "3"}').encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *arguments: object) -> None:
-        """Say nothing."""
+    def page(self, path: str) -> str:
+        return METRICS if path == "/metrics" else '{"weight_version": "3"}'
 
 
 @pytest.fixture
 def replica() -> Iterator[str]:
-    server = HTTPServer(("127.0.0.1", 0), Metrics)
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with answering(Metrics) as url:
+        yield url
 
 
 def test_a_proxy_of_the_environment_is_not_asked(replica: str, monkeypatch: pytest.MonkeyPatch) -> None:

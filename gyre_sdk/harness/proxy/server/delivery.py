@@ -11,7 +11,7 @@ from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import SERVER_SOFTWARE
 
 from gyre_sdk.harness.proxy.dialects import AnswerStream, Dialect, TokenText
-from gyre_sdk.harness.proxy.server.connections import BUFFERED, abort, send, send_end
+from gyre_sdk.harness.proxy.server.connections import BUFFERED, SlowClient, abort, send, send_end
 from gyre_sdk.harness.proxy.server.model_call import ModelCall
 from gyre_sdk.harness.proxy.server.turns import Turn
 
@@ -73,11 +73,10 @@ class Delivery:
             _note_delivery(request, turn)
             return one
         response = web.Response(body=body, headers=_JSON)
+        await response.prepare(request)  # nothing is sent before the end
         try:
-            async with asyncio.timeout(self._patience):
-                await response.prepare(request)
-                await response.write_eof()
-        except TimeoutError:
+            await send_end(response, self._patience)
+        except SlowClient:
             abort(request)
         else:
             _note_delivery(request, turn)
