@@ -5,7 +5,8 @@ continues; tokens decide. The trie never changes ids, and nothing here decides w
 
 Rules for a match: the longest recorded prefix wins; among equal ones an answer of the same lane, then the newest.
 An assistant message sent back without its reasoning matches when asked to be `lenient` (history = bridge), else only
-as it was.
+as it was. So does an answer that continues text of the assistant's, where the agent sends the two as one message or as
+two and they were recorded otherwise (see `pieces`).
 
 Costs per request: a message that is sent again as it was is compared, not hashed; of the recorded tokens each is
 compared with the prompt at most once, however many calls hold it.
@@ -14,14 +15,16 @@ compared with the prompt at most once, however many calls hold it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from gyre_sdk.errors import TreeError
-from gyre_sdk.harness.proxy.dialects.canonical import Message, identity, split_thinking, tools_identity
+from gyre_sdk.harness.proxy.dialects.canonical import Message, identity, tools_identity
+from gyre_sdk.harness.proxy.dialects.message_trie import Node, descend, path, steps
+from gyre_sdk.harness.proxy.dialects.pieces import Reached, divided, note_cuts, reach
 from gyre_sdk.records import ForkReason
 
 Ids = npt.NDArray[np.int32]
@@ -51,30 +54,17 @@ class Recorded:
     """`whole` as JSON without brackets: of long ones, until another call extends it."""
 
 
-@dataclass(slots=True, eq=False)
-class _Node:
-    message: Message | None
-    parent: _Node | None
-    depth: int
-    key: bytes = b""
-    """Identity of its message."""
-    newest: _Node | None = None
-    """The child that was found last: likely the next one too."""
-    children: dict[bytes, list[_Node]] = field(default_factory=dict)
-    answers: list[Recorded] = field(default_factory=list)
-
-
 class Match(msgspec.Struct, frozen=True):
     """What a request continues."""
 
     recorded: Recorded | None
     """The call whose answer the request repeats last, or None."""
     consumed: int
-    """Leading messages that the recorded path covers, the answer included."""
+    """Leading `messages` that the recorded path covers, the answer included."""
     messages: tuple[Message, ...]
-    """The request's messages, recorded ones in their recorded form (arguments, reasoning, ids)."""
+    """The request's messages, recorded ones in their recorded form (arguments, reasoning, ids, division)."""
     found: int
-    """Leading messages that any recorded request or answer shares."""
+    """Leading `messages` that any recorded request or answer shares."""
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -92,10 +82,12 @@ class History:
     """The recorded exchanges of one run. One thread adds; another may match meanwhile and sees a little less."""
 
     def __init__(self) -> None:
-        self._roots: dict[bytes, _Node] = {}
+        self._roots: dict[bytes, Node[Recorded]] = {}
         self._calls: dict[str, Recorded] = {}
         self._last: dict[str, dict[bytes, tuple[Message, ...]]] = {}
         """By lane: the last request with each list of tools, the newest last."""
+        self._cut = False
+        """Whether any answer may come in other pieces."""
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -110,21 +102,29 @@ class History:
         """Return the longest recorded path that the messages begin with."""
         root = self._roots.get(tools_identity(tools))
         frontier = [root] if root else []
-        deepest, best = frontier, frontier[:0]
-        for message in messages:
-            frontier = [child for node in frontier for child in _steps(node, message, lenient)]
-            if not frontier:
+        deepest, best, found = frontier, frontier[:0], 0
+        reached: Reached[Recorded] = {}
+        for at, message in enumerate(messages):
+            stepped = [child for node in frontier for child in steps(node, message, lenient)]
+            if self._cut:
+                if message.role == "assistant":
+                    reach(reached, frontier, messages, at, lenient)
+                stepped += [node for node, (_, upto, _) in reached.items() if upto == at + 1 and node not in stepped]
+            frontier = stepped
+            if frontier:
+                deepest, found = frontier, at + 1
+                best = [node for node in frontier if node.answers] or best
+            elif not any(upto > at + 1 for _, upto, _ in reached.values()):
                 break
-            deepest = frontier
-            best = [node for node in frontier if node.answers] or best
         ends = [(answer.lane == lane, answer.order, answer, node) for node in best for answer in node.answers]
         recorded, end = max(ends, key=lambda item: item[:2])[2:] if ends else (None, None)
-        known = _path(end if end is not None else max(deepest, key=_newest) if deepest else None)
+        known = path(end if end is not None else max(deepest, key=_newest) if deepest else None)
+        shown = divided(known, messages, reached) if reached else messages
         return Match(
             recorded,
             end.depth if end is not None else 0,
-            _restored(known, messages),
-            deepest[0].depth if deepest else 0,
+            _restored([node.message for node in known if node.message is not None], shown),
+            found + len(shown) - len(messages),
         )
 
     def add(
@@ -143,7 +143,7 @@ class History:
     ) -> None:
         """Record a complete call; `messages` in the form that `match` gave, `text` the prompt's if it is worth keeping.
 
-        An answer that continues a prefill begins with it. An agent that sends the two as blocks sends the same answer.
+        An answer that continues a prefill begins with it.
 
         Raises:
             TreeError: the parent is not recorded or does not share that many tokens.
@@ -158,12 +158,12 @@ class History:
             record.text = b",".join((text, _encode(sampled_ids)[1:-1])) if len(sampled_ids) else text
         self._calls[call] = record
         key = tools_identity(tools)
-        node = self._roots.setdefault(key, _Node(None, None, 0))
+        node = self._roots.setdefault(key, Node(None, None, 0))
         for message in (*messages, answer):
-            node = _descend(node, message)
+            node = descend(node, message)
         node.answers.append(record)
-        if prefill and node.parent is not None:
-            _apart(node.parent, node, answer, prefill)
+        if prefill or (messages and messages[-1].role == "assistant"):
+            self._cut = note_cuts(node, answer, prefill) or self._cut
         seen = self._last.setdefault(lane, {})
         seen.pop(key, None)
         seen[key] = tuple(messages)
@@ -268,56 +268,6 @@ def _left_out(before: Sequence[Message], messages: Sequence[Message], found: int
     return identity(messages[found]) in later
 
 
-def _steps(node: _Node, message: Message, lenient: bool) -> list[_Node]:
-    likely = node.newest
-    same = likely is not None and likely.message == message
-    children = node.children.get(likely.key if likely is not None and same else identity(message), [])
-    if len(children) == 1 and ((same and children[0] is likely) or children[0].message == message):
-        return children
-    reasoning, _ = split_thinking(message)
-    exact = [child for child in children if child.message and split_thinking(child.message)[0] == reasoning]
-    if exact or reasoning or not lenient or message.role != "assistant":
-        return exact
-    return children
-
-
-def _newest(node: _Node) -> int:
-    return max((answer.order for answer in node.answers), default=-1)
-
-
-def _descend(node: _Node, message: Message) -> _Node:
-    likely = node.newest
-    if likely is not None and likely.message == message:
-        return likely
-    key = identity(message)
-    children = node.children.setdefault(key, [])
-    reasoning, _ = split_thinking(message)
-    for child in children:
-        if child.message is not None and split_thinking(child.message)[0] == reasoning:
-            node.newest = child
-            return child
-    node.newest = _Node(message, node, node.depth + 1, key)
-    children.append(node.newest)
-    return node.newest
-
-
-def _apart(above: _Node, node: _Node, answer: Message, prefill: str) -> None:
-    """Have an answer found also where a line feed joins it to its prefill, as blocks of text are joined."""
-    said = answer.content.removeprefix(prefill)
-    if said:
-        found = above.children.setdefault(identity(msgspec.structs.replace(answer, content=f"{prefill}\n{said}")), [])
-        if node not in found:
-            found.append(node)
-
-
-def _path(node: _Node | None) -> list[Message]:
-    found: list[Message] = []
-    while node is not None and node.message is not None:
-        found.append(node.message)
-        node = node.parent
-    return found[::-1]
-
-
 def _restored(known: Sequence[Message], messages: Sequence[Message]) -> tuple[Message, ...]:
     """Return messages with the recorded ones in their recorded form.
 
@@ -340,6 +290,10 @@ def _restored(known: Sequence[Message], messages: Sequence[Message]) -> tuple[Me
         else:
             done.append(message)
     return tuple(done)
+
+
+def _newest(node: Node[Recorded]) -> int:
+    return max((answer.order for answer in node.answers), default=-1)
 
 
 def _common(left: Ids, right: Ids) -> int:

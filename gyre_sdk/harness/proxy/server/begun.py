@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from gyre_sdk.harness.proxy.dialects.canonical import Message, ModelRequest
 from gyre_sdk.harness.proxy.dialects.history import History, Ids, Match, Origin
+from gyre_sdk.harness.proxy.dialects.prefill import continuable
 from gyre_sdk.harness.proxy.render import Template
 from gyre_sdk.records import ForkReason
 
@@ -37,7 +38,7 @@ def begun(
     """
     messages = (*request.messages, Message("assistant", request.prefill))
     recorded = history.match(lane, request.tools, messages)
-    if recorded.recorded is not None and recorded.consumed == len(messages):
+    if recorded.recorded is not None and recorded.consumed == len(recorded.messages):
         said = recorded.messages[-1]
         whole, start = recorded.recorded.whole, recorded.recorded.prompt_len
         end = len(whole) - (len(whole) > start and int(whole[-1]) in template.stop_ids)
@@ -47,7 +48,20 @@ def begun(
             return Origin(recorded.recorded, end, fork, whole[:end])
     after_tool = bool(request.messages) and request.messages[-1].role == "tool"
     ids = template.begin(prompt(), request.prefill, request.tools, after_tool=after_tool)
-    return history.origin(lane, request.tools, request.messages, match, ids)
+    return history.origin(lane, request.tools, match.messages, match, ids)
+
+
+def as_recorded(history: History, lane: str, request: ModelRequest) -> ModelRequest:
+    """Return a request whose prefill is a recorded answer in other pieces with that answer as it was recorded."""
+    if not request.prefill:
+        return request
+    match = history.match(lane, request.tools, (*request.messages, Message("assistant", request.prefill)))
+    if match.recorded is None or match.consumed < len(match.messages):
+        return request
+    *before, said = match.messages
+    if said.content == request.prefill or not before or not continuable(said):
+        return request
+    return replace(request, messages=tuple(before), prefill=said.content)
 
 
 def ended(request: ModelRequest) -> ModelRequest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
@@ -18,7 +19,7 @@ from gyre_sdk.harness.proxy.exchange import Exchange
 from gyre_sdk.harness.proxy.recorder import durable
 from gyre_sdk.harness.proxy.render import Ids, Template
 from gyre_sdk.harness.proxy.render.grammar import constrained, constraint
-from gyre_sdk.harness.proxy.server.begun import begun, ended
+from gyre_sdk.harness.proxy.server.begun import as_recorded, begun, ended
 from gyre_sdk.harness.proxy.server.budgets import Prices, Spent, room
 from gyre_sdk.harness.proxy.server.conduct import LiveCall, Services
 from gyre_sdk.harness.proxy.server.hosted_turns import prepare_hosted, revive_hosted
@@ -54,8 +55,10 @@ async def prepare(
     Raises:
         ProtocolError: the messages cannot be rendered, do not fit, or the run's budget is spent.
     """
-    request, run = turn.request, key.run
-    lane = await _sorted(services, key, turn, headers)
+    run, hosted = key.run, services.settings.hosted_model(turn.request.model)
+    past = run.history if hosted is None else run.hosted_history
+    turn.request = await _off_loop(size > OFF_LOOP, as_recorded, past, key.record.lane, turn.request)
+    request, lane = turn.request, await _sorted(services, key, turn, headers)
     policy = services.settings.policy(lane.record.role)
     tools = list(request.tools)
     stored = RequestRecord(
@@ -70,7 +73,6 @@ async def prepare(
         prefill=request.prefill,
         retry_key=turn.key,
     )
-    hosted = services.settings.hosted_model(request.model)
     if hosted is not None:
         calls = request.n * max(1, len(request.prompts))
         most = _room(services, lane, turn.at, calls, 0, Prices())
@@ -203,6 +205,7 @@ def track(run: RunState, call: ModelCall) -> None:
 def revive(services: Services, request: ModelRequest, orphans: list[Orphan]) -> Turn:
     """Return the turn of recorded calls that another process left; those that were open can be resumed."""
     first = orphans[0]
+    request = replace(request, prefill=first.request.prefill)  # as recorded: the agent may send it in other pieces
     turn = Turn(request, first.request.turn, first.record.received_at, first.request.retry_key)
     for orphan in sorted(orphans, key=lambda item: item.request.index):
         record = orphan.record
@@ -283,7 +286,7 @@ def _continue(
     if request.prefill:
         return match, _begun(history, template, lane, request, match)
     prompt = _prompt(template, request, match)
-    return match, history.origin(lane, request.tools, request.messages, match, prompt)
+    return match, history.origin(lane, request.tools, match.messages, match, prompt)
 
 
 def _begun(history: History, template: Template, lane: str, request: ModelRequest, match: Match) -> Origin:
