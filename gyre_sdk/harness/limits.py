@@ -34,7 +34,7 @@ class Limits:
     tokens: int | None = None
     """Prompt plus sampled tokens over all calls."""
     cost_usd: float | None = None
-    """US dollars over all calls, at the service's prices. Of runs."""
+    """US dollars over all calls, at the service's prices; of hosted models at litellm's, where it has them."""
     wall_s: float | None = None
     """Wall time of the block, from the first line in it."""
     working_s: float | None = None

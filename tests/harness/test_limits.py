@@ -26,6 +26,7 @@ from gyre_sdk.harness.agent.accounts import Accounts, Budget
 from gyre_sdk.harness.hooks import Outcome
 from gyre_sdk.harness.limits import Limits, classify
 from gyre_sdk.harness.proxy.routing import ReplicaSpec
+from gyre_sdk.harness.proxy.server.budgets import Prices
 from gyre_sdk.harness.scoring import POLICY
 from gyre_sdk.harness.service import MeteredCall
 from gyre_sdk.harness.session import SystemClock
@@ -291,10 +292,24 @@ def test_a_lanes_wall_time_ends_its_tools_and_its_calls(service: gyre.ServiceCli
     assert agent.result.status is RunStatus.COMPLETED
 
 
-def test_a_lane_has_no_budget_of_cost(service: gyre.ServiceClient) -> None:
-    with gyre.session(a_task(), service=service, workspace="local") as agent:
-        with pytest.raises(SettingsError, match="cost is counted per run"):
-            agent.subagent(limits=Limits(cost_usd=1.0)).__enter__()
+def test_a_lanes_budget_of_cost(model: Path, tmp_path: Path) -> None:
+    """The lane and those below it end at their dollars, the run goes on; a service without prices says what it lacks."""
+    with ScriptedEngine(lambda request, number: [Tokens([40]), Finish()]) as engine:
+        replicas = (ReplicaSpec(engine.url, 0),)
+        priced = gyre.ProxySettings(store=tmp_path / "s.db", model=model, replicas=replicas, prices=Prices(sampled=1e6))
+        with gyre.session(a_task(), proxy=priced, workspace="local") as agent:
+            with pytest.raises(gyre.LimitExceeded, match="has spent its budget of 3 US dollars") as caught:
+                with agent.subagent("helper", limits=Limits(cost_usd=3.0)) as helper:
+                    with helper.subagent("below", limits=Limits(cost_usd=100.0)) as below:
+                        for _ in range(9):
+                            ask(below.openai(max_retries=0))
+            assert (caught.value.limit, caught.value.lane) == ("cost_usd", helper.lane)
+            ask(agent.openai())
+        assert agent.result.status is RunStatus.COMPLETED
+        free = gyre.ProxySettings(store=tmp_path / "free.db", model=model, replicas=replicas)
+        with gyre.session(a_task(), proxy=free, workspace="local") as agent:
+            with pytest.raises(gyre.errors.ServiceError, match="needs the service's prices"):
+                agent.subagent(limits=Limits(cost_usd=1.0)).__enter__()
     assert agent.result.status is RunStatus.COMPLETED
 
 

@@ -139,7 +139,7 @@ class Lane:
         Raises (at the block):
             LimitExceeded: at its begin, this lane has nothing left; at its end, the sub-agent had spent its limits.
             Vetoed: a `SubagentStart` hook refused.
-            SettingsError: `limits` holds a cost.
+            ServiceError: `limits` holds a cost, and the service has no prices.
         """
         return SubagentScope(self, self._child, name, limits)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from gyre_sdk.errors import LimitExceeded, ServiceError, SettingsError
+from gyre_sdk.errors import LimitExceeded, ServiceError
 from gyre_sdk.harness.agent.accounts import Accounts, Budget
 from gyre_sdk.harness.limits import Limits
 from gyre_sdk.harness.ports import Clock
@@ -44,16 +44,11 @@ class Meter:
         self._accounts.budgets[self._main].opened = self._clock.monotonic()
 
     def open(self, lane: str, parent: str, name: str, limits: Limits | None) -> None:
-        """Take in a lane that was opened, with a budget of its own if it has one.
-
-        Raises:
-            SettingsError: the budget holds what only a run can have.
-        """
+        """Take in a lane that was opened, with a budget of its own if it has one."""
         with self._lock:
             self._accounts.parents[lane] = parent
             if limits is None or not limits.any():
                 return
-            check_lane_limits(limits)
             self._accounts.budgets[lane] = Budget(lane, f"lane {name!r}", True, limits, self._clock.monotonic())
             self._watch(limits)
 
@@ -148,16 +143,3 @@ class Meter:
         if self._accounts.unknown(calls):
             self._accounts.adopt(self._service.lane_parents(self._run))
         self._accounts.read(calls)
-
-
-def check_lane_limits(limits: Limits) -> None:
-    """Refuse limits that a lane cannot have.
-
-    Raises:
-        SettingsError: naming the value.
-    """
-    if limits.cost_usd is not None:
-        raise SettingsError(
-            f"limits: cost_usd = {limits.cost_usd!r} of a sub-agent: cost is counted per run; limit its tokens instead,"
-            " or the run's cost"
-        )

@@ -17,7 +17,6 @@ import msgspec
 
 from gyre_sdk.errors import LimitExceeded, ServiceError, Vetoed
 from gyre_sdk.events import LaneOpened
-from gyre_sdk.harness.agent.meter import check_lane_limits
 from gyre_sdk.harness.agent.waiting import in_thread, to_the_end
 from gyre_sdk.harness.hooks import (
     Deny,
@@ -170,8 +169,6 @@ class SubagentScope(LaneScope):
         self._name, self._limits = name, limits
 
     def _prepare(self) -> None:
-        if self._limits is not None:
-            check_lane_limits(self._limits)
         meter = self._context.meter
         meter.check(self._parent.lane)
         self._lane = self._open(SUBAGENT, self._name, limits=self._limits)

@@ -322,6 +322,19 @@ def test_budgets_bind_hosted_calls(proxy: Proxy) -> None:
     assert proxy.chat(access, {**ASK, "user": "thrice"}).status_code == 403
 
 
+def test_a_lanes_dollars_are_those_of_the_hosted_model(upstream: hosted_kit.Scripted, tmp_path: Path) -> None:
+    """At litellm's prices, of the lane and those below it; the run goes on, in the next process too."""
+    with hosted(tmp_path / "gyre.db") as proxy:
+        access = proxy.run()
+        lane = proxy.lane(access["run"], name="helper", parent=access["lane"], limits={"cost": 1e-9})
+        below = proxy.lane(access["run"], name="below", parent=lane["lane"])
+        assert proxy.chat(below, ASK).status_code == 200
+    with hosted(tmp_path / "gyre.db") as proxy:
+        refused = proxy.chat(lane, ASK)
+        assert refused.status_code == 403 and "the lane 'helper' has spent its budget of 1e-09 US" in refused.text
+        assert proxy.chat(access, ASK).status_code == 200
+
+
 def test_closing_a_run_ends_its_hosted_calls(proxy: Proxy, upstream: hosted_kit.Scripted) -> None:
     upstream.plays.append({"deltas": [{"content": "slow"}], "hold": True})
     asked = threading.Event()

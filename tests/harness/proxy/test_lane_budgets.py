@@ -104,17 +104,22 @@ def test_budgets_outlive_the_proxy(model: Path, tmp_path: Path) -> None:
     """What a lane has spent, and that a budget ran out, is known to the next process."""
     with ScriptedEngine(lambda request, number: sampled(301, 260)) as engine:
         store, template = tmp_path / "s.db", toy_template(PIECES)
-        with running(model, store, engine.url, template=template) as proxy:
+        prices = Prices(prompt=1e6, sampled=1e6)
+        with running(model, store, engine.url, template=template, prices=prices) as proxy:
             access = proxy.run()
             two = proxy.lane(access["run"], name="two", limits={"turns": 2})
             few = proxy.lane(access["run"], name="few", limits={"tokens": PROMPT + 4})
+            paid = proxy.lane(access["run"], name="paid", limits={"cost": 2 * (PROMPT + 2.0)})
+            say(proxy, paid, "chat", HELLO)
             say(proxy, two, "chat", HELLO)
             say(proxy, few, "chat", HELLO)
             refused(proxy, few, "9 tokens")
-        with running(model, store, engine.url, template=template) as proxy:
+        with running(model, store, engine.url, template=template, prices=prices) as proxy:
             say(proxy, two, "chat", [{"role": "user", "content": "hi hi"}])
             refused(proxy, two, "the lane 'two' has spent its budget of 2 turns")
             refused(proxy, few, "the lane 'few' has spent its budget of 9 tokens")
+            say(proxy, paid, "chat", HELLO)
+            refused(proxy, paid, "the lane 'paid' has spent its budget of 14 US dollars")
 
 
 def test_a_take_over_outlives_the_proxy(model: Path, tmp_path: Path) -> None:
