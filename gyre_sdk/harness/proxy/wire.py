@@ -95,6 +95,11 @@ class Wire:
             raise
         return Reply(connection, pool)
 
+    def connected(self, url: str) -> bool:
+        """Tell whether a request to a replica would go over a connection that is open already."""
+        pool = self._pools.get(url)
+        return pool is not None and pool.ready
+
     def close(self) -> None:
         """Close all idle connections."""
         for pool in self._pools.values():
@@ -124,6 +129,12 @@ class _Pool:
         """Return the head of a request."""
         line = f"POST {self._prefix}{path}{self._fixed}"
         return f"{line}X-Request-Id: {request_id}\r\nContent-Length: {size}\r\n\r\n".encode()
+
+    @property
+    def ready(self) -> bool:
+        """Whether `take` would return a connection."""
+        now = self._loop.time()
+        return any(connection.open and now - since < _IDLE_SECONDS for since, connection in reversed(self._idle))
 
     def take(self) -> _Connection | None:
         """Return a connection that is open and has not been idle for long, the last one used first."""

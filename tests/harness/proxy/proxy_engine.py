@@ -95,9 +95,11 @@ class Generation:
 class ScriptedEngine:
     """Runs in a thread of its own; `log` holds every generation in the order asked for."""
 
-    def __init__(self, play: Play, version: int | str = 0) -> None:
+    def __init__(self, play: Play, version: int | str = 0, port: int = 0) -> None:
         self.play = play
         self.version = version
+        self.port = port
+        """0 takes a free one."""
         self.log: list[Generation] = []
         self.aborts: list[str] = []
         self.healthy = True
@@ -137,7 +139,7 @@ class ScriptedEngine:
         )
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.05)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", self.port)
         await site.start()
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         self._started.set()

@@ -120,6 +120,22 @@ def test_an_engine_that_does_not_tell_is_not_asked_again(model: Path, tmp_path: 
     assert (message["usage"]["cache_read_input_tokens"], message["usage"]["input_tokens"]) == (0, 5)
 
 
+def test_an_engine_that_was_started_again_is_asked_again(model: Path, tmp_path: Path) -> None:
+    """With other flags it may tell what it did not tell before, or no longer tell it."""
+    quiet: list[Step] = [Tokens([302, 260]), Finish()]
+    port, found = 0, []
+    with running(model, tmp_path / "store.db", template=toy_template({"hi": 300})) as proxy:
+        access = proxy.run()
+        for play in (quiet, TOLD, quiet):
+            with ScriptedEngine(lambda request, number, play=play: play, port=port) as engine:
+                port = int(engine.url.rsplit(":", 1)[1])
+                proxy.control.put("/replicas", json={"replicas": [{"url": engine.url}]}).raise_for_status()
+                for _ in range(2):
+                    chat = proxy.chat(access, {"messages": [{"role": "user", "content": "hi"}]}).json()["usage"]
+                    found.append(chat.get("prompt_tokens_details"))
+    assert found == [None, None, {"cached_tokens": 3}, {"cached_tokens": 3}, None, None]
+
+
 def test_a_usage_that_does_not_come_is_not_waited_for(model: Path, tmp_path: Path) -> None:
     """The answer is whole without it; also where the connection breaks there."""
     never = threading.Event()

@@ -20,11 +20,11 @@ from gyre_sdk.harness.proxy.exchange import (
     Send,
     Unserved,
 )
+from gyre_sdk.harness.proxy.generate import Candidates, Refused
 from gyre_sdk.harness.proxy.routing import Need
 from gyre_sdk.harness.proxy.server.fleet import Fleet, Running
 from gyre_sdk.harness.proxy.server.metrics import Metrics
 from gyre_sdk.harness.proxy.server.names import fresh_name
-from gyre_sdk.harness.proxy.upstream import Candidates, Refused
 from gyre_sdk.journal import CallIntent
 
 

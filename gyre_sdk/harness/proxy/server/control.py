@@ -26,6 +26,7 @@ from gyre_sdk.harness.proxy.server.replicas import ReplicaControl, describe
 from gyre_sdk.harness.proxy.server.settings import new_key
 from gyre_sdk.harness.proxy.server.state import Lane, Registry, RunState, key_digest, new_lane_id, new_run_id
 from gyre_sdk.records import MAIN, SUBAGENT, GroupId, LaneId, LaneRecord, RunId, RunRecord, RunStatus
+from gyre_sdk.steering import HEADER, Steering
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -96,6 +97,7 @@ class Control:
         self._services = services
         self._registry = registry
         self._service_key = service_key
+        self._steering = Steering()
         self.url = ""
         """Base address that agents are given."""
 
@@ -345,7 +347,7 @@ class Control:
         return {"lane": lane, "api_key": key, "base_url": f"{self.url}/v1", "anthropic_base_url": self.url}
 
     def guarded(self, handler: Handler) -> Handler:
-        """Make a handler ask for the service key."""
+        """Make a handler ask for the service key, and refuse a trainer that has a successor."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
             if not hmac.compare_digest(bearer(request).encode(), self._service_key.encode()):
@@ -354,6 +356,7 @@ class Control:
                     status=401,
                     code="invalid_service_key",
                 )
+            self._steering.check(request.headers.get(HEADER))
             return await handler(request)
 
         return guarded

@@ -21,8 +21,8 @@ from gyre_sdk.harness.proxy.answers import (
 from gyre_sdk.harness.proxy.dialects import Answer, Delta, ModelRequest, Part, TokenText
 from gyre_sdk.harness.proxy.dialects.canonical import ToolCall
 from gyre_sdk.harness.proxy.dialects.history import Ids
+from gyre_sdk.harness.proxy.generate import Candidates
 from gyre_sdk.harness.proxy.render import Template
-from gyre_sdk.harness.proxy.upstream import Candidates
 
 log = logging.getLogger(__name__)
 PROMPT_TAIL = 8192

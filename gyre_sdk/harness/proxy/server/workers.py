@@ -32,6 +32,7 @@ from gyre_sdk.harness.proxy.server.shards import merged, merged_metrics, shard_o
 from gyre_sdk.harness.proxy.server.state import key_digest
 from gyre_sdk.harness.proxy.server.worker import READY, encode_settings
 from gyre_sdk.journal import Journal
+from gyre_sdk.steering import HEADER
 
 log = logging.getLogger(__name__)
 _PATIENCE = 30.0
@@ -63,6 +64,8 @@ class Workers:
         self._keys: dict[str, int] = {}
         self._table: bytes | None = None
         """Replicas as they were announced last, for workers that are started again."""
+        self._term = ""
+        """Of the trainer that announced them."""
         self._stop = asyncio.Event()
         self._children: list[Child] = []
 
@@ -139,8 +142,9 @@ class Workers:
         """Tell a worker that was started again which replicas there are now."""
         if self._table is None:
             return
+        headers = self._key() | ({HEADER: self._term} if self._term else {})
         try:
-            async with self._session.put(f"{url}/gyre/v1/replicas", data=self._table, headers=self._key()) as answer:
+            async with self._session.put(f"{url}/gyre/v1/replicas", data=self._table, headers=headers) as answer:
                 answer.raise_for_status()
         except aiohttp.ClientError as error:
             raise ServiceError(f"the worker at {url} could not be told its replicas: {error}") from error
@@ -210,6 +214,7 @@ class Workers:
             if status != 200:
                 return web.Response(status=status, body=text, content_type="application/json")
         if request.method != "GET":
+            self._term = request.headers.get(HEADER, self._term)
             await self._remember_table()
         return web.json_response(merged([msgspec.json.decode(text) for _, text in asked]))
 
