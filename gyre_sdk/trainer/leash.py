@@ -56,8 +56,14 @@ def _linger(listening: int) -> bool:
 
 
 def _watch() -> None:
-    """Wait for the parent's end, then kill the group, this process included."""
+    """Wait for the parent's end, then kill the group, this process included.
+
+    It holds none of the module's outputs: who reads them sees their end when the module ends.
+    """
     _ignore_polite_signals()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):
+        os.dup2(nowhere, output)
     while os.read(0, 4096):
         pass
     os.killpg(0, signal.SIGKILL)
