@@ -29,6 +29,7 @@ question = [{"role": "user", "content": os.environ["GYRE_INSTRUCTION"]}]
 print("said", repr(openai.OpenAI().chat.completions.create(model=os.environ["GYRE_MODEL"], messages=question).id)[:3])
 anthropic.Anthropic().messages.create(model="policy", max_tokens=8, messages=question)
 print("in", os.environ["GYRE_TASK"], open(os.environ["GYRE_INSTRUCTION_FILE"]).read().strip(), file=sys.stderr)
+print("keys of gyre's:", [name for name in ("GYRE_SERVICE_KEY", "GYRE_REPLICA_TOKEN") if name in os.environ])
 """
 
 
@@ -60,14 +61,17 @@ def host(*more: str) -> list[str]:
     return ["--host", "--workspace", "local", *more]
 
 
-def test_a_program_gets_the_model_the_instruction_and_its_output_is_shown(serving: Service, task: Path) -> None:
+def test_a_program_gets_the_model_the_instruction_and_its_output_is_shown(
+    serving: Service, task: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GYRE_REPLICA_TOKEN", "of replicas")
     process = serving.start(task, *host(), *python(AGENT))
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, out + err
     shown = out.splitlines()
-    assert shown[:2] == ["said 'ch", "in test/answer Write yes into the file answer."]
+    assert shown[:3] == ["said 'ch", "in test/answer Write yes into the file answer.", "keys of gyre's: []"]
     run = serving.runs()[-1]
-    assert shown[2].startswith(f"run {run.run} completed, reward 0.25, exit code 0, 2 calls, ")
+    assert shown[3].startswith(f"run {run.run} completed, reward 0.25, exit code 0, 2 calls, ")
     assert (run.status, run.reward, run.task) == (RunStatus.COMPLETED, 0.25, "test/answer")
     assert (run.metadata["agent"], run.metadata["split"], run.metadata["classifier"]) == ("generic", "run", "auto")
 

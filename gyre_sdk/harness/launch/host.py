@@ -16,6 +16,8 @@ from gyre_sdk.errors import SettingsError
 _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
 _CHUNK = 65_536
+_WITHHELD = ("GYRE_SERVICE_KEY", "GYRE_REPLICA_TOKEN")
+"""Keys of gyre's own: who has the first can end runs with any reward."""
 
 
 def require_here(program: str) -> None:
@@ -41,15 +43,16 @@ def run_here(
     Whatever it started in its process group ends with it.
 
     Args:
-        variables: added to this process's environment.
-        unset: names taken out of it.
+        variables: added to this process's environment, which goes without the keys of the service and of replicas.
+        unset: further names taken out of it.
         show: gets its output and error output, as it comes.
         check: is called several times a second; what it raises ends the program, and is raised.
 
     Raises:
         SettingsError: there is no such program.
     """
-    environment = {name: value for name, value in os.environ.items() if name not in unset} | dict(variables)
+    environment = {name: value for name, value in os.environ.items() if name not in (*unset, *_WITHHELD)}
+    environment |= variables
     try:
         process = subprocess.Popen(
             list(command),
