@@ -195,6 +195,25 @@ def test_errors_are_one_line_and_status_1(tmp_path: Path, capsys: pytest.Capture
     assert said.startswith("gyre serve: ") and said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--port", "99999", "port of the service is 99999; give 0 to 65535"),
+        ("--max-tokens", "0", "max_tokens of the service is 0; give 1 or more"),
+        ("--context", "1", "context of the service is 1; give 2 or more"),
+        ("--patience", "nan", "patience of the service is nan; give 0 or more"),
+        ("--price-prompt", "-1", "price of the prompt of the service is -1.0; give 0 or more"),
+        ("--replica", "localhost:8000", "replica 'localhost:8000' is no address; write http://HOST:PORT"),
+        ("--public-url", "here", "public_url 'here' is no address; write http://HOST:PORT"),
+    ],
+)
+def test_values_that_cannot_be_meant_are_refused(
+    option: str, value: str, said: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--model", str(model), "--store", str(tmp_path), option, value]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == f"gyre serve: {said}"
+
+
 def test_a_taken_port_is_an_error(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import socket
 

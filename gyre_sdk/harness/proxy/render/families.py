@@ -77,7 +77,7 @@ def make_family(adapter: TokenizerAdapter, family: str, options: Mapping[str, An
     try:
         return create_renderer(adapter, kind.validate_python({"name": family, **options}))
     except pydantic.ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        problems = "; ".join(": ".join([*map(str, item["loc"]), item["msg"]]) for item in error.errors())
         raise SettingsError(f"renderer {family} with options {dict(options)}: {problems}") from error
     except (AssertionError, ValueError, TypeError, ImportError) as error:
         raise SettingsError(

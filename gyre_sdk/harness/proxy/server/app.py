@@ -96,7 +96,7 @@ class ProxyServer:
                 await site.start()
             except OSError as error:
                 raise ServiceError(
-                    f"cannot listen on {self.settings.host}:{self.settings.port}: {error}; choose another port"
+                    f"cannot listen on {self.settings.host}:{self.settings.port}: {error}; choose another port, 0 for any, or an address of this machine"
                 ) from error
             self.url = f"http://{self.settings.host}:{runner.addresses[0][1]}"
             control.url = (self.settings.public_url or self.url).rstrip("/")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import secrets
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from gyre_sdk.errors import SettingsError
 from gyre_sdk.harness.proxy.routing import ReplicaSpec
 from gyre_sdk.harness.proxy.server.budgets import Prices
 
@@ -32,7 +34,11 @@ class SamplingPolicy(StrEnum):
 
 
 class ProxySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the proxy runs."""
+    """How the proxy runs.
+
+    Raises:
+        SettingsError: a value cannot be meant; the message names it.
+    """
 
     store: Path
     """SQLite file; made when missing."""
@@ -98,6 +104,18 @@ class ProxySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shards: int = 1
     """Workers of the service; each has the runs of its shard."""
 
+    def __post_init__(self) -> None:
+        _in_range("port", self.port, 0, 65_535)
+        _in_range("max_tokens", self.max_tokens, 1)
+        if self.context is not None:
+            _in_range("context", self.context, 2)
+        for name in ("patience", "heartbeat", "flush", "retry_pause", "grace"):
+            _in_range(name, getattr(self, name), 0)
+        for name, price in (("price of the prompt", self.prices.prompt), ("price of samples", self.prices.sampled)):
+            _in_range(name, price, 0)
+        _web_address("replica", *(replica.url for replica in self.replicas))
+        _web_address("public_url", *([] if self.public_url is None else [self.public_url]))
+
     def hosted_model(self, name: str) -> str | None:
         """Return the hosted model that a request naming `name` goes to; None for the policy."""
         if name in self.hosted:
@@ -107,6 +125,18 @@ class ProxySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def policy(self, role: str) -> HistoryPolicy:
         """Return the history policy of a role."""
         return self.histories.get(role, self.history)
+
+
+def _in_range(name: str, value: float, least: float, most: float = sys.float_info.max) -> None:
+    if not least <= value <= most:
+        limits = f"{least} or more" if most == sys.float_info.max else f"{least} to {most}"
+        raise SettingsError(f"{name} of the service is {value!r}; give {limits}")
+
+
+def _web_address(name: str, *urls: str) -> None:
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            raise SettingsError(f"{name} {url!r} is no address; write http://HOST:PORT")
 
 
 def new_key() -> str:
