@@ -30,7 +30,7 @@ _sharing = threading.Lock()
 
 NO_ENGINE = (
     "no Docker engine answers at {url} ({why}); install one (apt-get install docker.io) and start it, set DOCKER_HOST,"
-    " or use the local workspace (kind='local')"
+    " or use the local workspace (workspace='local'; --workspace local)"
 )
 
 
@@ -53,9 +53,19 @@ def connect(url: str | None = None) -> docker.DockerClient:
             client.api.trust_env = False  # a socket has no proxy and no password: not looked for with every request
         client.ping()
     except DockerException as error:
-        raise WorkspaceError(NO_ENGINE.format(url=url, why=str(error)[:200])) from error
+        raise WorkspaceError(NO_ENGINE.format(url=url, why=_cause(error))) from error
     reaper.remember(url)
     return client
+
+
+def _cause(error: BaseException) -> str:
+    """Return in a few words what the system said, below what the client's layers made of it."""
+    below: BaseException | None = error
+    said = ""
+    while below is not None:
+        said = below.strerror or said if isinstance(below, OSError) else said
+        below = below.__cause__ or below.__context__
+    return said or str(error)[:200]
 
 
 class _OnePool(UnixHTTPAdapter):  # type: ignore[misc]

@@ -221,7 +221,8 @@ def test_a_failing_build_shows_its_last_lines(docker_client, base_image, tmp_pat
 def test_no_engine_is_said_with_the_next_step(tmp_path):
     nowhere = f"unix://{tmp_path}/no.sock"
     with pytest.raises(
-        WorkspaceError, match=r"no Docker engine answers at .*no\.sock.*apt-get install docker\.io.*kind='local'"
+        WorkspaceError,
+        match=r"answers at unix://.*no\.sock \(No such file or directory\); .*apt-get install docker\.io.*workspace='local'",
     ):
         open_workspace(Task(instruction="x"), engine=nowhere)
     kind, why = choose("auto", nowhere)
