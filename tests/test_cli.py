@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import gyre_sdk
 from gyre_sdk.cli.follow import Follower
 from gyre_sdk.events import CallRecorded, LaneOpened, RunEnded, RunStarted
 from gyre_sdk.journal import CallIntent, Journal, TokenChunk
@@ -200,6 +201,10 @@ def test_errors_are_one_line_and_status_2(tmp_path, store):
         assert done.returncode == 2, arguments
         assert done.stdout == "" and len(done.stderr.splitlines()) == 1 and "Traceback" not in done.stderr
         assert done.stderr.startswith("gyre: ") and str(arguments[1]) in done.stderr
+
+
+def test_the_version_is_told():
+    assert gyre("--version").stdout == f"gyre {gyre_sdk.__version__}\n"
 
 
 def test_a_wrong_option_is_named():

@@ -55,12 +55,13 @@ def show(
     matching: Annotated[str | None, typer.Option("--match", help="Regular expression in name or instruction.")] = None,
     variables: Variables = None,
 ) -> None:
-    """List tasks: name, where it runs, its network, steps, tags."""
+    """List tasks: name, where it runs, its network, steps, tags; exit status 1 when one cannot be read."""
     sets: Any = importlib.import_module("gyre_sdk.harness.task.sets")
-    good = []
+    good, wrong = [], 0
     for name, _, found in _each(sources, _named(variables)):
         if isinstance(found, GyreError):
             typer.echo(f"{_plain(name)}: {_plain(found)}", err=True)
+            wrong += 1
         else:
             good.append(found)
     chosen = sets.TaskSet(good, source=", ".join(sources)).filter(
@@ -73,6 +74,7 @@ def show(
         facts = [where, f"network {task.network}", steps, str(hard) if hard else "", " ".join(task.tags)]
         typer.echo("  ".join(_plain(fact) for fact in [task.name, *facts] if fact))
     typer.echo(f"{len(chosen)} of {len(good)} tasks", err=True)
+    raise typer.Exit(1 if wrong else 0)
 
 
 def _each(sources: list[str], variables: dict[str, str]) -> Iterator[tuple[str, Path | None, Task | GyreError]]:

@@ -122,7 +122,7 @@ def test_list(tmp_path):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "task.toml").write_text("")
     status, lines = gyre("list", tmp_path)
-    assert status == 0
+    assert status == 1
     assert lines[0].startswith("broken: ") and "Dockerfile is missing" in lines[0]
     assert lines[1:] == [
         "one  gyre/base  network none  1 step",
