@@ -17,7 +17,7 @@ from gyre_sdk.journal.blobs import IDS, LOGPROBS, as_logprobs, blob_ids, blob_lo
 from gyre_sdk.journal.bodies import StoredBodies
 from gyre_sdk.journal.chains import Chains, Link
 from gyre_sdk.journal.digests import COLUMNS, ItemChains, Items, load_items
-from gyre_sdk.journal.schema import connect, context_start
+from gyre_sdk.journal.schema import connect, context_start, store_file
 from gyre_sdk.journal.values import RecordedExchange, TokenChunk
 from gyre_sdk.records import (
     AttemptRecord,
@@ -44,10 +44,14 @@ _CHUNK = "call, start, ids, logprobs, versions"
 
 
 class CallReader:
-    """A connection that asks for calls. Safe to use from several threads."""
+    """A connection that asks for calls. Safe to use from several threads.
+
+    Args:
+        path: the store's file, or its folder (`store_file`).
+    """
 
     def __init__(self, path: Path | str, mode: Literal["r", "rw"] = "r") -> None:
-        self.path = Path(path)
+        self.path = store_file(path)
         self._reader = connect(self.path, mode)
         self._reading = threading.RLock()
 

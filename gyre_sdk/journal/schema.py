@@ -19,6 +19,7 @@ import sqlite3
 import time
 from pathlib import Path
 from typing import Literal
+from urllib.parse import quote
 
 from gyre_sdk.errors import JournalError
 
@@ -88,16 +89,17 @@ def connect(path: Path, mode: Literal["r", "rw"]) -> sqlite3.Connection:
     """Open a store, creating it in mode `rw`.
 
     Raises:
-        JournalError: the file is missing (mode `r`), is not a gyre store, or has another format.
+        JournalError: the file is missing (mode `r`), cannot be made (mode `rw`), is not a gyre store, or has another
+            format.
     """
     if mode == "r" and not path.is_file():
         raise JournalError(f"store {path} does not exist; give the path that `gyre serve --store` or the demo printed")
     if mode == "rw":
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(path.parent)
     connection: sqlite3.Connection | None = None
     try:
         connection = sqlite3.connect(
-            f"file:{path}?mode={'ro' if mode == 'r' else 'rwc'}",
+            f"file:{quote(str(path))}?mode={'ro' if mode == 'r' else 'rwc'}",
             uri=True,
             timeout=_PATIENCE,
             isolation_level=None,
@@ -113,6 +115,15 @@ def connect(path: Path, mode: Literal["r", "rw"]) -> sqlite3.Connection:
             connection.close()
         raise JournalError(f"store {path} cannot be opened: {error}; is it a gyre store on a local disk?") from error
     return connection
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise JournalError(
+            f"the folder {folder} of the store cannot be made: {error.strerror}; give a path that can be written"
+        ) from error
 
 
 def _use_log(connection: sqlite3.Connection) -> None:

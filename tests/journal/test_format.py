@@ -225,3 +225,20 @@ def test_a_directory_means_the_file_in_it(tmp_path: Path) -> None:
     assert store_file(str(tmp_path / "new.db")) == tmp_path / "new.db"
     assert store_file(tmp_path / "file") == tmp_path / "file"
     assert store_file(tmp_path / "dir.db") == tmp_path / "dir.db" / "gyre.db"
+
+
+@pytest.mark.parametrize("name", ["of run #1?", "50%20 done", "täglich"])
+def test_any_folder_holds_a_store(name: str, tmp_path: Path) -> None:
+    with Journal(tmp_path / name) as journal:
+        open_run(journal)
+    assert (tmp_path / name / "gyre.db").is_file() and sorted(tmp_path.iterdir()) == [tmp_path / name]
+    with Journal(str(tmp_path / name), "r") as journal:
+        assert [run.run for run in journal.runs()] == [RUN]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        JournalError, match=r"the folder .*/file/below of the store cannot be made: Not a directory; give"
+    ):
+        Journal(tmp_path / "file" / "below" / "s.db")
