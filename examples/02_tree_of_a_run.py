@@ -5,16 +5,25 @@ python examples/02_tree_of_a_run.py STORE [RUN]
 
 from __future__ import annotations
 
-import sys
+import argparse
+from collections import Counter
 
 import gyre_sdk as gyre
 from gyre_sdk.tree import RunTree, SampledCall
 
 
-def main(store: str, run: str | None = None) -> None:
-    """Print the tree's size and its leaves; without a run, of the run with the most calls."""
-    with gyre.Journal(store, "r") as journal:
-        run = run or max(journal.runs(), key=lambda record: len(list(journal.calls(record.run)))).run
+def main() -> None:
+    """Print the tree's size and its leaves."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("store", help="as examples/01_record_a_call.py, `gyre serve` or the demo made it")
+    parser.add_argument("run", nargs="?", help="else the one with the most calls")
+    given = parser.parse_args()
+
+    with gyre.Journal(given.store, "r") as journal:
+        counts = Counter(call.run for call in journal.calls())
+        if given.run not in counts and (given.run or not counts):
+            parser.error(f"{given.store} has no calls{f' of run {given.run}' if given.run else ''}")
+        run = given.run or counts.most_common(1)[0][0]
         calls = [SampledCall.from_record(call) for call in journal.calls(run)]
     tree = RunTree.from_calls(calls)
     print(
@@ -26,4 +35,4 @@ def main(store: str, run: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -5,7 +5,7 @@ python examples/04_one_gradient.py STORE MODEL [GROUP]
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -14,16 +14,24 @@ import gyre_sdk as gyre
 from gyre_sdk.trainer.units import Sealer
 
 
-def main(store: str, model_folder: str, group: str | None = None) -> None:
-    """Print the loss of a group's units and the norm of their gradient; without a group, of the first with contrast."""
-    policy = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    with gyre.Journal(store, "r") as journal:
-        names = [group] if group else list(dict.fromkeys(run.group for run in journal.runs() if run.group))
+def main() -> None:
+    """Print the loss of a group's units and the norm of their gradient."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("store", help="with groups: `gyre run -n 8` makes one, the demo many")
+    parser.add_argument("model", help="folder of the policy that sampled")
+    parser.add_argument("group", nargs="?", help="else the first whose rewards differ")
+    given = parser.parse_args()
+
+    policy = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
+    with gyre.Journal(given.store, "r") as journal:
+        names = [given.group] if given.group else list(dict.fromkeys(run.group for run in journal.runs() if run.group))
         for name in names:
             sealed = Sealer(j_max=5, seed=0).seal(journal, name, [run.run for run in journal.runs(group=name)])
             print(f"group {name}: {len(sealed.units)} units; not trained: {dict(sealed.dropped)}")
             if sealed.units:
                 break
+        else:
+            parser.error(f"{given.store} has no group to train on: its runs need scores that differ")
     loss = torch.zeros(())
     for row in (row for unit in sealed.units for row in unit.rows):
         ids_1T = torch.tensor(row.ids, dtype=torch.long)[None]
@@ -38,4 +46,4 @@ def main(store: str, model_folder: str, group: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
