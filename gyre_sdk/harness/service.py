@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -106,14 +107,23 @@ class ServiceClient:
     Raises (all methods): `ServiceError` when the service cannot be reached or refuses.
     """
 
-    def __init__(self, url: str, service_key: str, *, timeout: float = 30.0, patience: float = 30.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        service_key: str,
+        *,
+        timeout: float = 30.0,
+        patience: float = 30.0,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Connect when something is asked. `headers`: of every request, beside the key."""
         self.url = url.rstrip("/")
         # proxies of the environment neither reach what is near nor may read its key
         self._asks_environment = not self.url.startswith("http://")
         self._patience = patience
         self._http = httpx.Client(
             base_url=f"{self.url}/gyre/v1",
-            headers={"authorization": f"Bearer {service_key}"},
+            headers={**(headers or {}), "authorization": f"Bearer {service_key}"},
             timeout=timeout,
             limits=httpx.Limits(max_connections=256, max_keepalive_connections=64),
             trust_env=self._asks_environment,

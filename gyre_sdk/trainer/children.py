@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import httpx
+import msgspec
 
 from gyre_sdk.errors import PublishError
 from gyre_sdk.trainer.agents.wire import READY
@@ -36,6 +37,11 @@ def cell_names(cells: CellsConfig) -> list[str]:
     return [cell_name(number) for number in range(cells.count)]
 
 
+def standalone_names(cells: CellsConfig) -> list[str]:
+    """Return what the replicas beside the cells are called."""
+    return [f"standalone-{number}" for number in range(cells.standalone)]
+
+
 def process_names(config: TrainerConfig) -> set[str]:
     """Return what the processes are called that a training starts on this machine by itself."""
     names = {"agents", "proxy"}
@@ -44,7 +50,29 @@ def process_names(config: TrainerConfig) -> set[str]:
     if config.cells.launcher == "ray":
         return names | {cluster.NAME} if config.cells.ray_address is None else names
     cells = cell_names(config.cells)
-    return names | {f"{cell}-replica" for cell in cells} | {f"{cell}-worker" for cell in cells[1:]}
+    replicas = {f"{name}-replica" for name in [*cells, *standalone_names(config.cells)]}
+    return names | replicas | {f"{cell}-worker" for cell in cells[1:]}
+
+
+def engine_options(config: TrainerConfig) -> list[str]:
+    """Return the arguments that an engine is started with beside those of gyre's own.
+
+    On GPUs vLLM can sleep where it shares them with a cell's training worker, unless the user says otherwise
+    (`--no-enable-sleep-mode`): its memory would stay taken while that trains.
+    """
+    options, cells = config.engine.options, config.cells
+    said = any(word in ("--enable-sleep-mode", "--no-enable-sleep-mode") for word in options)
+    if config.engine.kind != "vllm" or cells is None or said or not _on_gpus(cells):
+        return options
+    return [*options, "--enable-sleep-mode"]
+
+
+def _on_gpus(cells: CellsConfig) -> bool:
+    if cells.launcher == "ray":
+        return cells.resources.get("GPU", 0.0) > 0
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def replica_spec(
@@ -60,7 +88,7 @@ def replica_spec(
         transport: how weights will reach it.
         name: of the process, and of its log file.
     """
-    engine = config.engine
+    engine = msgspec.structs.replace(config.engine, options=engine_options(config))
     base = PolicyFiles(0, config.policy.model, "")
 
     def files() -> PolicyFiles:

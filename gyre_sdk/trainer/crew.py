@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
+from gyre_sdk.events import CellMoved
 from gyre_sdk.trainer.cells.baselines import decision_of
 from gyre_sdk.trainer.cells.capacity import Counters
 from gyre_sdk.trainer.cells.load import LoadMeter
@@ -13,7 +15,7 @@ from gyre_sdk.trainer.cells.manager import Cell, Manager
 from gyre_sdk.trainer.cells.rates import RateMeter
 from gyre_sdk.trainer.cells.state import CellState
 from gyre_sdk.trainer.cells.switch import Patience, parking_of
-from gyre_sdk.trainer.children import cell_name
+from gyre_sdk.trainer.children import cell_name, engine_options
 from gyre_sdk.trainer.rollouts import Rollouts
 from gyre_sdk.trainer.stack import Stack
 from gyre_sdk.trainer.transports import choose
@@ -36,13 +38,15 @@ class Crew:
         self._runs = 0
         decide, policy = decision_of(settings)
         slow = max(60.0, 2 * settings.lease_s)  # a satellite's transfers, and the unit that it has in hand
-        parking = parking_of(stack.config.engine.options, choose(stack.config))
+        parking = parking_of(engine_options(stack.config), choose(stack.config))
         self._rates = RateMeter(lambda: stack.replicas)
         self.manager = Manager(
             [
                 Cell(cell_name(number), url, parking, launched)
                 for number, (url, launched) in enumerate(zip(stack.replicas, stack.cells, strict=True))
+                if number < settings.count
             ],
+            standalone=settings.standalone,
             training=stack.core,
             publisher=stack.publisher,
             counters=self.counters,
@@ -51,7 +55,8 @@ class Crew:
             load=LoadMeter(stack.journal, lambda: stack.replicas[0], rates=self._rates),
             drain_s=settings.drain_s,
             patience=Patience(settings.drain_s, join_s=slow, leave_s=slow),
-            runs_per_cell=settings.runs_per_cell or -(-stack.config.rollout.concurrency // settings.count),
+            runs_per_cell=settings.runs_per_cell
+            or -(-stack.config.rollout.concurrency // (settings.count + settings.standalone)),
             observer=stack.observer,
         )
         self._stack = stack
@@ -59,6 +64,8 @@ class Crew:
         stack.core.check = self.check
 
     def __enter__(self) -> Self:
+        for name, state in self.manager.states().items():  # one that never moves is heard of too
+            self._stack.observer(CellMoved(time.time(), name, state, CellState.LOADING, 0.0, "the training begins"))
         self.manager.start()
         self._rates.start()
         return self
@@ -69,7 +76,7 @@ class Crew:
         self._rates.stop()
         self.manager.stop()
         self._stack.on_moved = self._alone
-        for url, state in zip(self._stack.replicas, self.manager.states().values(), strict=True):
+        for url, state in zip(self._stack.replicas, self.manager.states().values(), strict=False):  # those of cells
             if state is CellState.FAILED:  # it serves again once it answers, whoever uses the stack next
                 self._stack.publisher.returned(url, known=False)
 

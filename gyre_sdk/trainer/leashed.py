@@ -115,9 +115,10 @@ class Leashed:
             return f"signal {-status}"
 
     def terminate(self) -> None:
-        """Ask the group to end."""
+        """Ask the group to end. What was stopped hears it too."""
         if self.process.poll() is None:
             self._signal(signal.SIGTERM)
+            self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """End the group. Idempotent."""

@@ -231,6 +231,7 @@ class Adopted:
         self._over = True
         if not self._gone(0):
             self._signal(signal.SIGTERM)
+            self._signal(signal.SIGCONT)
             if not self._gone(STOP_TIMEOUT):
                 _log.warning("process %d did not end in %.0f s and is killed", self.pid, STOP_TIMEOUT)
         self._signal(signal.SIGKILL)

@@ -79,8 +79,10 @@ def _run(path: Path, steps: int | None, pairs: list[str], plain: bool, as_json: 
                 ranks.fail(f"{type(error).__name__}: {error}")
             raise
         if evaluation is None:
+            from gyre_sdk.trainer.anew import watched
             from gyre_sdk.trainer.training import train
 
+            watched(stack, where.size)
             report = train(config, stack=stack, ranks=ranks)
         else:
             report = evaluate(config, stack.tasks, name=evaluation, stack=stack)

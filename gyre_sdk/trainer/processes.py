@@ -138,6 +138,8 @@ class Child:
         self._port = spec.port
         self._process: Process | None = None
         self._stopping = threading.Event()
+        self._unwanted: tuple[int, str] = (0, "")
+        """A process that is to be replaced, and why."""
         self._started = threading.Event()
         self._failure: TrainerError | None = None
         self._thread = threading.Thread(target=self._supervise, name=f"supervise {spec.name}", daemon=True)
@@ -175,6 +177,10 @@ class Child:
         if self._failure is not None:
             raise self._failure
 
+    def replace(self, pid: int, reason: str) -> None:
+        """End the child and start it again, as after a death, if it is still the process `pid`."""
+        self._unwanted = (pid, reason)
+
     def stop(self) -> None:
         """End the child's process group: SIGTERM, and SIGKILL for what is left after a while. Idempotent."""
         self._stopping.set()
@@ -194,6 +200,8 @@ class Child:
             while not self._stopping.wait(self._poll):
                 assert self._process is not None
                 reason = self._process.ended()
+                if reason is None and self._unwanted[0] == self._process.pid:
+                    reason = self._unwanted[1]
                 if reason is None:
                     continue
                 deaths.append(time.monotonic())
@@ -202,7 +210,7 @@ class Child:
                         f"the {self.spec.name} died {RESTARTS} times in {WINDOW:.0f} s, last with {reason};"
                         f" see {self.spec.log}:\n{_tail(self.spec.log)}"
                     )
-                _log.warning("the %s ended with %s and is started again", self.spec.name, reason)
+                _log.warning("the %s ended with %s, and is started again", self.spec.name, reason)
                 self._end_group()
                 self.adopted = False
                 self.spec.on_death(self.url)

@@ -27,11 +27,13 @@ from gyre_sdk.harness.ports import Observer
 from gyre_sdk.harness.service import Drained, ServiceClient
 from gyre_sdk.trainer import ledger as durable
 from gyre_sdk.trainer.transports import Replica, Transport, Unready
-from gyre_sdk.trainer.transports.bringing import PAUSE, Behind, bring_patiently
+from gyre_sdk.trainer.transports.bringing import PAUSE, Behind, bring_patiently, still_serves
 from gyre_sdk.trainer.weights import AdapterWeights, PolicyFiles, WeightFolder
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from gyre_sdk.trainer.terms import Mandate
 
 PATIENCE = 120.0
 RELEASED = "released"
@@ -55,6 +57,7 @@ class Publisher:
         transport: Transport | None = None,
         check: Callable[[], None] = lambda: None,
         patience: float = PATIENCE,
+        mandate: Mandate | None = None,
     ) -> None:
         """`check` raises when a replica was given up by its supervisor. Without a transport, files are sent."""
         if transport is None:
@@ -68,6 +71,7 @@ class Publisher:
         self._observer = observer
         self._check = check
         self._patience = patience
+        self._mandate = mandate
         self._service: ServiceClient | None = None
         self._locks: dict[str, threading.Lock] = {}
         """One per replica: it is brought by one thread at a time."""
@@ -119,11 +123,15 @@ class Publisher:
         self._closed.set()
         for url in list(self._serving) if self._borrowed else ():
             try:
-                with self._locks[url], Replica(url, self.current.version) as replica:
+                with self._locks[url], self.replica(url) as replica:
                     replica.release()
                     replica.rename(RELEASED)
-            except (httpx.TransportError, Unready, PublishError) as error:
+            except (httpx.TransportError, Unready, TrainerError) as error:
                 _log.warning("replica %s was not released: %s", url, error)
+
+    def replica(self, url: str) -> Replica:
+        """Return one to steer."""
+        return Replica(url, self.current.version, self._mandate)
 
     def collect(self, model: Any) -> Any:
         """Return what the transport sends of a model. Of a sharded model every process must call this."""
@@ -166,17 +174,10 @@ class Publisher:
         self._folder.prune({version, *self._kept})
         ended = time.monotonic()
         self._observer(VersionPublished(time.time(), version, ended - began))
-        _log.info(
-            "version %d is served after %.3f s by %s: collect %.3f, write %.3f, replicas %.3f (slowest: %s), route %.3f",
-            version,
-            ended - began,
-            self._transport.name,
-            collected - began,
-            written - collected,
-            brought - written,
-            ", ".join(f"{name} {seconds:.3f}" for name, seconds in phases.items()),
-            ended - brought,
-        )
+        slowest = ", ".join(f"{name} {seconds:.3f}" for name, seconds in phases.items())
+        spent = f"collect {collected - began:.3f}, write {written - collected:.3f}, replicas {brought - written:.3f}"
+        spent = f"{spent} (slowest: {slowest}), route {ended - brought:.3f}"
+        _log.info("version %d is served after %.3f s by %s: %s", version, ended - began, self._transport.name, spent)
         return version
 
     def route(self) -> None:
@@ -308,7 +309,7 @@ class Publisher:
             while not self._closed.is_set() and url not in self._withdrawn:
                 files = self.current
                 try:
-                    with self._lock(url), Replica(url, files.version) as replica:
+                    with self._lock(url), self.replica(url) as replica:
                         if url in self._withdrawn:
                             return
                         self._transport.bring(replica, files)
@@ -329,14 +330,7 @@ class Publisher:
             for url, files in list(self._serving.items()):
                 if self._lock(url).locked() or files is not self.current:
                     continue
-                try:
-                    with Replica(url, files.version) as replica:
-                        label = replica.version()
-                    same = label is not None and (not label.isdigit() or int(label) == files.version)
-                    same = same and label != "default"
-                except (httpx.TransportError, Unready, PublishError):
-                    same = False
-                if not same and files is self.current:
+                if not still_serves(self.replica(url), files.version) and files is self.current:
                     _log.warning("replica %s does not serve version %d any more", url, files.version)
                     self.lost(url)
                     self.returned(url)
@@ -393,6 +387,7 @@ class Publisher:
             url,
             files,
             lock=self._lock(url),
+            mandate=self._mandate,
             patience=patience,
             refused=lambda: self.lost(url),  # it must not serve what it comes back with
             check=self._check,

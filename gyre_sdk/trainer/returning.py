@@ -19,7 +19,7 @@ import httpx
 from gyre_sdk.errors import PublishError, TrainerError
 from gyre_sdk.trainer.cells.switch import Parking
 from gyre_sdk.trainer.publish import Publisher
-from gyre_sdk.trainer.transports import Replica, Unready
+from gyre_sdk.trainer.transports import Unready
 
 if TYPE_CHECKING:
     from gyre_sdk.trainer.sharing.core import Core
@@ -39,19 +39,19 @@ def rouse(publisher: Publisher, urls: Sequence[str], parking: Parking) -> None:
     """
     for url in urls:
         try:
-            with Replica(url, publisher.current.version) as replica:
+            with publisher.replica(url) as replica:
                 if not parking.is_parked(replica):
                     continue
                 _log.info("replica %s was parked, and serves again", url)
                 parking.wake(replica)
-            publisher.restore(url, awake=lambda url=url: _ready(parking, url))  # type: ignore[misc]
+            publisher.restore(url, awake=lambda url=url: _ready(publisher, parking, url))  # type: ignore[misc]
         except (httpx.HTTPError, Unready, PublishError) as error:
             _log.warning("replica %s was parked, and is not awake: %s", url, error)
             publisher.returned(url, known=False)
 
 
-def _ready(parking: Parking, url: str) -> None:
-    with Replica(url, 0) as replica:
+def _ready(publisher: Publisher, parking: Parking, url: str) -> None:
+    with publisher.replica(url) as replica:
         parking.ready(replica)
 
 

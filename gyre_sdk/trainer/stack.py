@@ -38,10 +38,12 @@ from gyre_sdk.trainer.checkpoints import whole
 from gyre_sdk.trainer.children import (
     agents_spec,
     cell_names,
+    engine_options,
     kept_key,
     process_names,
     proxy_spec,
     replica_spec,
+    standalone_names,
     worker_spec,
 )
 from gyre_sdk.trainer.config import TrainerConfig, save_config
@@ -54,6 +56,7 @@ from gyre_sdk.trainer.publish import PATIENCE, Publisher
 from gyre_sdk.trainer.returning import listen_again, rouse, tell_again
 from gyre_sdk.trainer.rollouts import cancel_orphans, cancel_runs_of
 from gyre_sdk.trainer.tasks import load_tasks
+from gyre_sdk.trainer.terms import Mandate
 from gyre_sdk.trainer.transports import Transport, choose, make
 from gyre_sdk.trainer.weights import PolicyFiles, WeightFolder
 
@@ -117,7 +120,7 @@ class Stack:
     agents: Agents
     tasks: list[Task]
     replicas: list[str]
-    """Where they listen; of cells, in their order."""
+    """Where they listen; of cells, in their order, and then those beside them."""
     _launcher: Launcher
 
     def check(self) -> None:
@@ -167,6 +170,8 @@ class Stack:
         self.tasks = load_tasks(config.tasks, self.base)
         config.output.dir.mkdir(parents=True, exist_ok=True)
         self._lock(config.output.dir / "lock")
+        mandate = Mandate.take(config.output.dir, _identity(config.output.dir))
+        self._checks.append(mandate.check)
         self._linger.hold(process_names(config))  # all that follows may take longer than they would wait
         self._cleanup.callback(self._linger.let_go)
         agents_key = kept_key(config.output.dir / KEY_FILE)
@@ -181,7 +186,7 @@ class Stack:
                 config.cells,
                 self.observer,
                 training=_name(config.output.dir),
-                cells=cell_names(config.cells),
+                cells=[*cell_names(config.cells), *standalone_names(config.cells)],
                 linger=self._linger,
                 logs=config.output.dir / "logs",
             )
@@ -202,6 +207,7 @@ class Stack:
             transport=transport,
             check=self.check,  # one that gyre restarts is waited for until its supervisor gives up
             patience=vllm.PATIENCE if config.engine.kind == "vllm" and config.engine.url is None else PATIENCE,
+            mandate=mandate,
         )
         self._cleanup.callback(self.publisher.close)
         key_file = config.output.dir / "service.key"
@@ -214,7 +220,7 @@ class Stack:
         for one in started:
             one.wait()  # all of them first: one may move to another place while the others start
         self.replicas = [one.wait() for one in started] or [str(config.engine.url)]
-        self.service = self._cleanup.enter_context(ServiceClient(proxy.wait(), key))
+        self.service = self._cleanup.enter_context(ServiceClient(proxy.wait(), key, headers=mandate.headers))
         self.agents.serve(
             self.service.url, key, lambda owner: cancel_runs_of(owner, self.journal, self.service, self.observer)
         )
@@ -225,7 +231,7 @@ class Stack:
         self._cleanup.callback(self.agents.close)  # once more: first of all, while runs' ends can still be recorded
         self.publisher.connect(self.replicas, self.service, watch=not started and config.engine.publish)
         if config.engine.publish:
-            rouse(self.publisher, self.replicas if started else (), parking_of(config.engine.options, transport.name))
+            rouse(self.publisher, self.replicas if started else (), parking_of(engine_options(config), transport.name))
             self.publisher.start()
         else:
             self.publisher.assume()
@@ -297,7 +303,7 @@ class Stack:
         return child
 
     def _cells(self, transport: str, host: str) -> list[CellSpec]:
-        """Return what the cells are made of: the core's worker is this process, and they reach it at `host`."""
+        """Return what the cells are made of, and what is beside them: the core's worker is this process, reached at `host`."""
         from gyre_sdk.trainer.sharing.core import Core
 
         config, cells = self.config, self.config.cells
@@ -315,6 +321,7 @@ class Stack:
                 host=host,
                 port=port,
                 lease_s=cells.lease_s,
+                stuck_s=cells.stuck_s,
                 link="gloo" if (cells.link, cells.launcher) == ("auto", "local") else cells.link,  # they share a GPU
                 folder=shared,
                 observer=self.observer,
@@ -322,14 +329,17 @@ class Stack:
 
         self.core = listen_again(core, self._linger.folder / "core.port", self._cleanup)
         address, waiting = self.core.address, self.core.waiting
+
+        def spec(name: str, worker: ChildSpec | None = None, *, standalone: bool = False) -> CellSpec:
+            replica = replica_spec(config, self.publisher, transport, self._linger, name=f"{name}-replica")
+            return CellSpec(name, replica, worker, cells.resources or None, standalone)
+
+        core_cell, *satellites = cell_names(cells)
+        workers = [worker_spec(config, saved, address, key_file, cell, self._linger, waiting) for cell in satellites]
         return [
-            CellSpec(
-                cell,
-                replica_spec(config, self.publisher, transport, self._linger, name=f"{cell}-replica"),
-                worker_spec(config, saved, address, key_file, cell, self._linger, waiting) if number else None,
-                cells.resources or None,
-            )
-            for number, cell in enumerate(cell_names(cells))
+            spec(core_cell),
+            *(spec(cell, worker) for cell, worker in zip(satellites, workers, strict=True)),
+            *(spec(name, standalone=True) for name in standalone_names(cells)),
         ]
 
 

@@ -35,6 +35,7 @@ def observations(draw, moving=still):
         to_train_s=draw(costs),
         to_serve_s=draw(costs),
         join_s=draw(st.just(0.0) | costs),
+        standalone=draw(st.sampled_from([0, 0, 1, 3])),
     )
 
 
@@ -87,8 +88,8 @@ def test_at_most_one_action_that_can_be_carried_out(seen, policy):
 @settings(max_examples=150)
 @given(observations(), policies)
 def test_the_last_serving_cell_never_leaves_unfinished_runs(seen, policy):
-    if seen.water and seen.serving:
-        assert seen.serving - max(0, released(seen, policy)) >= 1
+    if seen.water and seen.carrying:
+        assert seen.carrying - max(0, released(seen, policy)) >= 1
 
 
 @settings(max_examples=150)
@@ -96,7 +97,7 @@ def test_the_last_serving_cell_never_leaves_unfinished_runs(seen, policy):
 def test_cells_leave_only_when_the_rest_carries_the_water(seen, policy):
     moved = released(seen, policy)
     if moved > 0 and seen.training + moved > policy.standing:
-        assert (seen.serving - moved) * seen.cell_capacity >= seen.water
+        assert (seen.carrying - moved) * seen.cell_capacity >= seen.water
         assert seen.ready_s > 0
 
 
@@ -105,9 +106,10 @@ def test_the_standing_split_is_held(seen, policy):
     moved = released(seen, policy)
     cells = seen.serving + seen.training
     if moved < 0:
-        assert seen.training + moved >= min(policy.standing, cells - 1)
+        assert seen.training + moved >= min(policy.standing, cells - (not seen.standalone))
     if not policy.elastic:
-        assert moved == max(0, min(policy.standing - seen.training, seen.serving - (seen.water > 0)))
+        kept = seen.water > 0 and not seen.standalone
+        assert moved == max(0, min(policy.standing - seen.training, seen.serving - kept))
 
 
 @given(observations(), policies)
@@ -117,7 +119,7 @@ def test_a_fleet_is_never_left_where_nothing_can_happen(seen, policy):
         return
     if not seen.water and not seen.awaited_s and seen.ready_s and not seen.training and seen.serving:
         assert released(seen, policy) > 0
-    if seen.water and not seen.serving and seen.training and not seen.ready_s:
+    if seen.water and not seen.carrying and seen.training and not seen.ready_s:
         assert released(seen, policy) < 0
 
 
@@ -193,7 +195,7 @@ def test_rising_water_takes_back_what_it_needs():
 def test_who_has_drained_goes_only_when_the_rest_carries_the_water(seen, policy, others):
     others = min(others, seen.moving - 1)
     why = taken_back(seen, policy, others=others)
-    serving = seen.serving + others
+    serving = seen.carrying + others
     short = seen.water * policy.reserve > serving * seen.cell_capacity
     standing = seen.training + seen.moving - others - 1 < policy.standing
     assert (why is None) == (not short or (standing and serving > 0))
@@ -209,7 +211,17 @@ def test_what_was_let_go_is_not_taken_back_while_nothing_changes():
     assert {taken_back(left, PLAIN, others=others) for others in range(6)} == {None}
     risen = replace(left, dispatched=left.dispatched + 25)
     assert [taken_back(risen, PLAIN, others=others) is None for others in range(6)] == [False] * 3 + [True] * 3
-    assert taken_back(risen, PLAIN, others=1) == "the water, 45 runs, is above what 3 other cells carry"
+    assert taken_back(risen, PLAIN, others=1) == "the water, 45 runs, is above what 3 other replicas carry"
+
+
+def test_replicas_beside_the_cells_let_all_of_them_train():
+    """20 runs, 10 a replica: with two that stand alone nobody has to serve, with one a cell has to."""
+    seen = replace(SEEN, serving=4, rollout_left_s=0.0)
+    assert [released(replace(seen, standalone=count)) for count in range(3)] == [2, 3, 4]
+    assert released(replace(seen, standalone=3)) == 4
+    back = replace(seen, serving=0, training=4, standalone=1)
+    assert released(back) == -1
+    assert released(replace(back, standalone=2)) == 0
 
 
 def test_every_transition_of_a_cell():

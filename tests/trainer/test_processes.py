@@ -98,6 +98,23 @@ def test_a_killed_child_comes_back_on_the_same_port(toy: Callable[..., Child], t
     child.check()
 
 
+def test_a_child_that_hangs_is_replaced_once(toy: Callable[..., Child]) -> None:
+    """Stopped, so that it answers to nothing; who asks for the end of a process that is gone already ends nothing."""
+    seen: list[ProcessRestarted] = []
+    child = toy(observer=seen.append)
+    child.begin()
+    url, first = child.wait(), child.pid
+    os.kill(first, signal.SIGSTOP)
+    child.replace(first, "no answer")
+    eventually(lambda: len(seen) == 1)
+    second = child.pid
+    assert (child.url, seen[0].reason) == (url, "no answer") and second != first and not alive(first)
+    child.replace(first, "no answer, again")
+    os.kill(second, signal.SIGKILL)
+    eventually(lambda: len(seen) == 2)
+    assert seen[1].reason == "signal SIGKILL" and alive(child.pid)
+
+
 def test_a_child_that_does_not_start_says_why(toy: Callable[..., Child], tmp_path: Path) -> None:
     child = toy("--fail")
     child.begin()

@@ -68,20 +68,27 @@ def test_one_cell_alternates(tmp_path: Path) -> None:
 
 
 def test_cells_share_each_batch(tmp_path: Path) -> None:
-    """Two cells train all the time and share every batch; the third serves, and helps when the plan says so."""
+    """Two cells train all the time and share every batch; the third serves, and helps when the plan says so.
+
+    A replica beside them serves all the time.
+    """
     seen: list[Any] = []
-    settings = load_config(prepare(tmp_path, 3, "standing = 2"))
+    settings = load_config(prepare(tmp_path, 3, "standing = 2\nstandalone = 1"))
     with Stack(settings, seen.append, base=tmp_path) as stack:
         report = train(settings, stack=stack)
         names = set(stack.pids())
         rows = stack.service.status()["replicas"]
-    replicas = {f"cell-{number}-replica" for number in range(3)}
+    replicas = {*(f"cell-{number}-replica" for number in range(3)), "standalone-0-replica"}
     assert names == {"agents", "proxy", *replicas, "cell-1-worker", "cell-2-worker"}
     assert (report.steps, report.skipped, report.version) == (3, 0, 3)
     assert report.metrics["ratio"] == pytest.approx(1.0, abs=0.05)
     check_store(tmp_path, steps=3)
     assert {"cell-0", "cell-1"} <= set(trained(seen, tmp_path))
-    assert {(row["version"], row["state"]) for row in rows} == {(3, "serving")} and len(rows) == 3
+    assert {(row["version"], row["state"]) for row in rows} == {(3, "serving")} and len(rows) == 4
+    told = [event for event in seen if isinstance(event, events.CellMoved)]
+    assert [event.cell for event in told[:3]] == ["cell-0", "cell-1", "cell-2"], "one that never moves is heard of too"
+    moved = {event.cell for event in told[3:]}
+    assert moved <= {"cell-0", "cell-1", "cell-2"} and {"cell-0", "cell-1"} <= moved
     sound(tmp_path)
 
 

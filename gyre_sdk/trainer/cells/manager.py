@@ -33,7 +33,7 @@ from gyre_sdk.trainer.cells.state import CellState
 from gyre_sdk.trainer.cells.switch import Cell, Patience
 from gyre_sdk.trainer.cells.training_side import TrainingSide
 from gyre_sdk.trainer.publish import Publisher
-from gyre_sdk.trainer.transports import Replica, Unready
+from gyre_sdk.trainer.transports import Unready
 
 __all__ = ["Cell", "Manager"]
 
@@ -55,6 +55,7 @@ class Manager:
         policy: how eager the plan is.
         drain_s: seconds that requests may take to end on a cell that leaves.
         runs_per_cell: bound of what one serving cell carries.
+        standalone: replicas beside the cells, which serve all the time.
         decide: what moves, given what was seen.
         load: what was measured of one serving cell and its runs.
         patience: bounds of the other phases of a switch; None: a minute each.
@@ -71,6 +72,7 @@ class Manager:
         policy: Policy,
         drain_s: float,
         runs_per_cell: float,
+        standalone: int = 0,
         decide: Decide = plan,
         load: Callable[[], Load] = Load,
         observer: Observer = unobserved,
@@ -88,6 +90,7 @@ class Manager:
         self._policy = policy
         self._patience = patience or Patience(drain_s)
         self._bound = runs_per_cell
+        self._standalone = standalone
         self._decide = decide
         self._load = load
         self._carried = Capacity(runs_per_cell)
@@ -201,7 +204,8 @@ class Manager:
         if progress.pull_s or progress.push_s:
             self._moves.joining_takes(progress.pull_s + progress.push_s)
         self._carried = carried(self._load(), self._bound)
-        return observed(list(self.states().values()), counters, progress, self.costs, capacity=self._carried.runs)
+        states, runs = list(self.states().values()), self._carried.runs
+        return observed(states, counters, progress, self.costs, capacity=runs, standalone=self._standalone)
 
     def _tell(self, seen: Observation) -> None:
         """Tell observers what was seen, when it has changed."""
@@ -210,7 +214,7 @@ class Manager:
         told = (seen.water, seen.serving, seen.training, seen.moving, round(seen.ready_s), limit)
         if told != self._told and now - self._told_at >= _CHECK_S:
             self._told, self._told_at = told, now
-            at, capacity = self._clock.time(), seen.serving * seen.cell_capacity
+            at, capacity = self._clock.time(), seen.carrying * seen.cell_capacity
             cells = (seen.serving, seen.training, seen.moving)
             self._observer(CellsSeen(at, seen.water, capacity, *cells, seen.ready_s, limit))
 
@@ -231,7 +235,7 @@ class Manager:
         """Return the next cells of the order that can leave."""
         now = self._clock.monotonic()
         serving = [member for member in self._members if member.state is CellState.SERVING]
-        if seen.water and len(self._members) > 1:
+        if seen.water and len(self._members) > 1 and not self._standalone:
             cells = min(cells, len(serving) - 1)
         waiting = self._training.waiting() if len(self._members) > 1 else set()
         fit = [one for one in serving if now >= one.retry_at and (one.core or one.cell.name in waiting)]
@@ -249,7 +253,7 @@ class Manager:
             return "cells are gathered"
         if not member.core and self._members[0].state is not CellState.TRAINING:
             return "the core does not train"
-        if len(self._members) == 1:
+        if len(self._members) == 1 and not self._standalone:
             return None
         after = self._members[self._members.index(member) + 1 :]
         draining = [one for one in self._members if one.state is CellState.DRAINING and one is not member]
@@ -278,6 +282,8 @@ class Manager:
         """Mark cells that died or moved, and park replicas again that were started anew while their cell trains."""
         for old, new in list(self._elsewhere.items()):
             del self._elsewhere[old]
+            if all(member.cell.url.rstrip("/") != old for member in self._members):
+                self._publisher.returned(new, known=False)  # none of a cell
             for member in self._members:
                 if member.cell.url.rstrip("/") == old:
                     member.cell = replace(member.cell, url=new)
@@ -293,6 +299,8 @@ class Manager:
         self._checked = now
         connected = self._training.waiting()
         for member in self._members:
+            if not member.core:
+                self._end_hung(member)
             if member.state is not CellState.TRAINING:
                 continue
             if not member.core and member.has_ended:
@@ -302,9 +310,15 @@ class Manager:
             elif self._health.answers(member.cell.url):
                 self._keep_parked(member)
 
+    def _end_hung(self, member: Member) -> None:
+        """Have a worker started again of which nothing is to be expected: else its cell is in neither role for ever."""
+        launched, found = member.cell.launched, self._training.hung(member.cell.name)
+        if launched is not None and found is not None and found.pid == member.cell.worker_pid():
+            launched.replace(member.cell.worker_name, found.pid, found.reason)
+
     def _keep_parked(self, member: Member) -> None:
         try:
-            with Replica(member.cell.url, self._publisher.current.version) as replica:
+            with self._publisher.replica(member.cell.url) as replica:
                 if not member.cell.parking.is_parked(replica):
                     _log.warning(
                         "the replica of %s was started anew while its cell trains; parked again", member.cell.name

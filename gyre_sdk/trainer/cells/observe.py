@@ -17,7 +17,13 @@ _TOKENS_PER_SECOND = 1000.0
 
 
 def observed(
-    states: Collection[CellState], counters: Counters, progress: Progress, costs: Costs, *, capacity: float
+    states: Collection[CellState],
+    counters: Counters,
+    progress: Progress,
+    costs: Costs,
+    *,
+    capacity: float,
+    standalone: int = 0,
 ) -> Observation:
     """Return the plan's observation.
 
@@ -26,6 +32,7 @@ def observed(
 
     Args:
         capacity: runs that one serving cell carries.
+        standalone: replicas beside the cells.
     """
     speeds = [speed for speed in progress.tokens_per_second.values() if speed > 0]
     speed = sum(speeds) / len(speeds) if speeds else _TOKENS_PER_SECOND
@@ -47,9 +54,10 @@ def observed(
             max(counters.longest, *ended) if ended else None,
             sum(ended) / len(ended) if ended else 0.0,
             waiting=max(0, counters.awaited_runs - len(counters.live_ages)),
-            slots=serving * capacity,
+            slots=(serving + standalone) * capacity,
         ),
         to_train_s=costs.to_train.value,
         to_serve_s=costs.to_serve.value,
         join_s=costs.join.value,
+        standalone=standalone,
     )

@@ -70,6 +70,8 @@ class Observation:
     """Measured seconds from the last unit to the first request."""
     join_s: float
     """Measured seconds of one satellite's weight pull and gradient push at the core."""
+    standalone: int = 0
+    """Replicas beside the cells, which serve all the time; each carries as much as a cell."""
 
     @property
     def water(self) -> int:
@@ -80,6 +82,11 @@ class Observation:
     def live(self) -> int:
         """Runs that hold a slot."""
         return self.started - self.finished
+
+    @property
+    def carrying(self) -> int:
+        """Replicas that take requests."""
+        return self.serving + self.standalone
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +127,13 @@ def taken_back(seen: Observation, policy: Policy, *, others: int) -> str | None:
         seen: with the cell among those that move.
         others: cells that drain too and serve on, or would do so before this one leaves.
     """
-    serving = seen.serving + others
+    serving = seen.carrying + others
     ahead = seen.training + seen.moving - others - 1
     if ahead < policy.standing and serving:
         return None
     if not seen.water or seen.water * policy.reserve <= serving * seen.cell_capacity:
         return None
-    return f"the water, {seen.water} runs, is above what {serving} other cells carry"
+    return f"the water, {seen.water} runs, is above what {serving} other replicas carry"
 
 
 def _hold(seen: Observation, policy: Policy) -> Action | None:
@@ -139,31 +146,31 @@ def _hold(seen: Observation, policy: Policy) -> Action | None:
 
 def _give_back(seen: Observation, policy: Policy) -> Action | None:
     """Return cells that have nothing to train, or that the water needs."""
-    movable = seen.training - min(policy.standing, max(0, seen.training + seen.serving - 1))
+    movable = seen.training - min(policy.standing, max(0, seen.training + seen.serving - _kept(seen)))
     if not policy.elastic or movable <= 0 or not seen.water:
         return None
     if not seen.ready_s:
         cost = policy.hysteresis * (seen.to_serve_s + seen.to_train_s)
-        if not seen.serving or seen.rollout_left_s > cost:
+        if not seen.carrying or seen.rollout_left_s > cost:
             runs = f"{seen.water} runs go on for about {seen.rollout_left_s:.0f} s"
             why = runs if seen.rollout_left_s < inf else f"{seen.water} runs go on, nobody knows how long"
             return Action(Move.TO_SERVING, movable, f"nothing is ready to train, {why}")
         return None
-    lacking = seen.water * policy.reserve - seen.serving * seen.cell_capacity
+    lacking = seen.water * policy.reserve - seen.carrying * seen.cell_capacity
     if lacking <= 0:
         return None
     remaining = seen.ready_s / seen.training
-    if seen.serving and remaining <= policy.hysteresis * (seen.to_serve_s + seen.to_train_s):
+    if seen.carrying and remaining <= policy.hysteresis * (seen.to_serve_s + seen.to_train_s):
         return None
     cells = min(movable, ceil(lacking / seen.cell_capacity))
-    return Action(Move.TO_SERVING, cells, f"the water, {seen.water} runs, is above what {seen.serving} cells carry")
+    return Action(Move.TO_SERVING, cells, f"the water, {seen.water} runs, is above what {seen.carrying} replicas carry")
 
 
 def _release(seen: Observation, policy: Policy) -> Action | None:
     """Let cells leave that the water does not need and the work is worth."""
     if not policy.elastic or seen.ready_s <= 0:
         return None
-    spare = seen.serving - ceil(seen.water * policy.reserve / seen.cell_capacity)
+    spare = seen.carrying - ceil(seen.water * policy.reserve / seen.cell_capacity)
     cells = min(spare, _may_leave(seen), _useful(seen, policy) - seen.training)
     if policy.at_once:
         cells = min(cells, policy.at_once)
@@ -173,7 +180,7 @@ def _release(seen: Observation, policy: Policy) -> Action | None:
         worth = policy.hysteresis * (seen.to_train_s + seen.to_serve_s)
         if seen.awaited_s and seen.ready_s <= worth:
             return None
-        why = f"{seen.ready_s:.0f} cell-seconds are ready, {seen.serving - cells} cells carry {seen.water} runs"
+        why = f"{seen.ready_s:.0f} cell-seconds are ready, {seen.carrying - cells} replicas carry {seen.water} runs"
         return Action(Move.TO_TRAINING, cells, why)
     saved = seen.ready_s / seen.training - seen.ready_s / (seen.training + cells)
     cost = seen.to_train_s + seen.to_serve_s + cells * seen.join_s
@@ -199,5 +206,10 @@ def _useful(seen: Observation, policy: Policy) -> int:
 
 
 def _may_leave(seen: Observation) -> int:
-    """Return how many cells can go without taking the last one from unfinished runs."""
-    return seen.serving - (1 if seen.water else 0)
+    """Return how many cells can go without taking the last replica from unfinished runs."""
+    return seen.serving - (_kept(seen) if seen.water else 0)
+
+
+def _kept(seen: Observation) -> int:
+    """Return how many cells must serve where there are runs: one, unless other replicas do."""
+    return 0 if seen.standalone else 1

@@ -17,6 +17,8 @@ class CellsConfig(msgspec.Struct, frozen=True):
 
     count: Positive = 1
     """Cells. One alone alternates: it serves until there is something to train."""
+    standalone: NotNegative = 0
+    """Replicas beside the cells, which serve all the time."""
     policy: Literal["elastic", "async", "colocate"] = "elastic"
     """`elastic`: the waterlevel plan (arXiv:2609.33848). `async`: the first `standing` cells train, the others serve, always.
     `colocate`: all cells serve until no run is left, then all train."""
@@ -38,6 +40,9 @@ class CellsConfig(msgspec.Struct, frozen=True):
     """Seconds that requests may take to end on a cell that leaves; the rest goes on elsewhere."""
     lease_s: Seconds = 60.0
     """Seconds without a sign of life after which a cell's work is given to others."""
+    stuck_s: Seconds = 600.0
+    """Seconds that units may be in hand before who computes them is taken for hung, ended and started again; ten times what the
+    slowest took, by targets, where that is more."""
     link: Literal["auto", "gloo", "nccl", "files"] = "auto"
     """How weights and gradients pass between cells. `auto`: NCCL between GPUs of their own (`launcher = "ray"`), else gloo."""
     launcher: Literal["local", "ray"] = "local"
@@ -48,12 +53,18 @@ class CellsConfig(msgspec.Struct, frozen=True):
     """What Ray reserves for a cell, for example `{ GPU = 8 }`."""
 
     def __post_init__(self) -> None:
-        if self.policy == "async" and not 0 < self.standing < self.count:
+        most = self.count if self.standalone else self.count - 1
+        if self.policy == "async" and not 0 < self.standing <= most:
             raise ValueError(
                 f"cells.policy = 'async' needs cells on both sides: cells.standing = {self.standing} must lie between 0 and"
-                f" cells.count = {self.count}"
+                f" cells.count = {self.count}, or cells.standalone be above 0"
             )
-        if self.standing >= self.count and self.standing:
-            raise ValueError(f"cells.standing = {self.standing} leaves none of {self.count} cells to serve")
+        if self.standing > most:
+            raise ValueError(
+                f"cells.standing = {self.standing} leaves none of {self.count} cells to serve; cells.standalone adds"
+                " replicas that always do"
+                if self.standing == self.count
+                else f"cells.standing = {self.standing} is more than cells.count = {self.count}"
+            )
         if self.launcher == "local" and (self.ray_address is not None or self.resources):
             raise ValueError("cells.ray_address and cells.resources belong to cells.launcher = 'ray'")

@@ -148,11 +148,14 @@ class Cell:
     worker: str = ""
     """Its training process among `launched.pids()`; empty: `NAME-worker`. The core has none there."""
 
+    @property
+    def worker_name(self) -> str:
+        """What its training process is called there."""
+        return self.worker or f"{self.name}-worker"
+
     def worker_pid(self) -> int | None:
         """Return the process id of its training worker; None where it is not known."""
-        if self.launched is None:
-            return None
-        return self.launched.pids().get(self.worker or f"{self.name}-worker")
+        return None if self.launched is None else self.launched.pids().get(self.worker_name)
 
 
 class PhaseFailed(TrainerError):
@@ -240,7 +243,7 @@ def to_training(
         enter(CellEvent.STAY)
         return switched
     enter(CellEvent.DRAINED)
-    with switched.phase("park"), Replica(cell.url, publisher.current.version) as replica:
+    with switched.phase("park"), publisher.replica(cell.url) as replica:
         cell.parking.park(replica)
     with switched.phase("join"):
         if core:
@@ -279,11 +282,11 @@ def to_serving(
         elif not training.dismiss(cell.name, patience.leave_s):
             raise PhaseFailed("leave", f"its worker did not let go within {patience.leave_s:g} s; see its log")
     enter(event)
-    with switched.phase("wake"), Replica(cell.url, publisher.current.version) as replica:
+    with switched.phase("wake"), publisher.replica(cell.url) as replica:
         cell.parking.wake(replica)
 
     def awake() -> None:
-        with Replica(cell.url, publisher.current.version) as replica:
+        with publisher.replica(cell.url) as replica:
             cell.parking.ready(replica)
 
     began = time.monotonic()
@@ -298,6 +301,6 @@ def to_serving(
 def _busy(seconds: float) -> str:
     return (
         f"the core still computes a unit after {seconds:g} s, and nobody can take that over; its cell serves again once the"
-        " unit has ended. If units take that long, raise cells.lease_s; if it hangs, end the training and run the same"
-        " command again: it resumes"
+        " unit has ended. If units take that long, raise cells.lease_s; if it hangs, the training begins anew from its"
+        " checkpoint when that has lasted for cells.stuck_s"
     )

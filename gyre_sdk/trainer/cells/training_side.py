@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-__all__ = ["Progress", "TrainingSide"]
+__all__ = ["Hung", "Progress", "TrainingSide"]
 
 
 class Progress(Protocol):
@@ -48,6 +48,18 @@ class Progress(Protocol):
         """Seconds that a satellite's last push of gradients took; 0 before the first."""
 
 
+class Hung(Protocol):
+    """A worker that nothing is to be expected of any more."""
+
+    @property
+    def pid(self) -> int:
+        """Its process, as its machine numbers it."""
+
+    @property
+    def reason(self) -> str:
+        """What is wrong, in words."""
+
+
 class TrainingSide(Protocol):
     """The sharing of a batch's units, seen from the cells. Every wait is bounded by its caller."""
 
@@ -71,6 +83,9 @@ class TrainingSide(Protocol):
 
     def waiting(self) -> set[str]:
         """Return the cells whose workers are connected, admitted or not."""
+
+    def hung(self, cell: str) -> Hung | None:
+        """Return the worker of a cell that had units in hand for too long, or is lost and has not come back for as long."""
 
     def progress(self) -> Progress:
         """Return how far the open batch is."""

@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
+from aiohttp.typedefs import Handler, Middleware
 
 from gyre_sdk.errors import ProtocolError, PublishError
+from gyre_sdk.steering import HEADER, Steering
 from gyre_sdk.trainer.engines.batching import Batcher, PauseMode, State
 from gyre_sdk.trainer.engines.ledger import prometheus
 from gyre_sdk.trainer.engines.runner import ModelLimits
@@ -91,7 +92,7 @@ class EngineServer:
 
     def app(self) -> web.Application:
         """Build the aiohttp application."""
-        app = web.Application(client_max_size=_MAX_BODY, middlewares=[_errors])
+        app = web.Application(client_max_size=_MAX_BODY, middlewares=[_errors, _steered(Steering())])
         app.add_routes(
             [
                 web.post("/inference/v1/generate", self._generate),
@@ -311,6 +312,17 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except Exception as err:  # boundary: of a request; logged and answered
         log.exception("%s %s failed", request.method, request.path)
         return _refusal(500, _internal_error(f"{type(err).__name__}: {err}"))
+
+
+def _steered(steering: Steering) -> Middleware:
+    """Refuse the requests of a trainer that has a successor."""
+
+    @web.middleware
+    async def steered(request: web.Request, handler: Handler) -> web.StreamResponse:
+        steering.check(request.headers.get(HEADER))
+        return await handler(request)
+
+    return steered
 
 
 def _refusal(status: int, body: bytes) -> web.Response:

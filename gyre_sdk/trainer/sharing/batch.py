@@ -21,6 +21,7 @@ from gyre_sdk import events
 from gyre_sdk.errors import SettingsError
 from gyre_sdk.harness.ports import Observer
 from gyre_sdk.trainer.sharing.book import Book, Counts, Lease, Refusal, Ruling, Verdict
+from gyre_sdk.trainer.sharing.deadline import Deadline
 from gyre_sdk.trainer.sharing.tensors import Sums, fingerprint, frozen, weights
 from gyre_sdk.trainer.sharing.wire import Counted
 from gyre_sdk.trainer.units import Unit
@@ -89,9 +90,17 @@ class _Work:
 class Batch:
     """One batch at a time, for the core and its satellites."""
 
-    def __init__(self, lease_s: float, observer: Observer, clock: Callable[[], float]) -> None:
-        """Begin without a batch. `lease_s`: seconds of silence after which a holder is taken for dead."""
+    def __init__(self, lease_s: float, observer: Observer, clock: Callable[[], float], stuck_s: float = 600.0) -> None:
+        """Begin without a batch.
+
+        Args:
+            lease_s: seconds of silence after which a holder is taken for dead.
+            stuck_s: seconds that units may be in hand at least.
+        """
         self.lease_s = lease_s
+        self.deadline = Deadline(stuck_s)
+        self.in_hand: tuple[int, int] | None = None
+        """What the core computes now: a fencing token, and targets."""
         self.changed = Condition(Lock())
         """Guards the book; notified whenever somebody may go on."""
         self.book = Book(lease_s=lease_s, after=time.time_ns())
@@ -170,6 +179,7 @@ class Batch:
                     leases = self.book.lease(OWN, open_.step, open_.digest, now, count, least=count, lasts=inf).leases
                     if leases:
                         self.computing = True
+                        self.in_hand = leases[0].token, sum(lease.tokens for lease in leases)
                         units = [work.units[lease.place] for lease in leases]
                         return [(lease, unit) for lease, unit in zip(leases, units, strict=True) if unit is not None]
                 self.changed.wait(_LOOK_S)
@@ -178,6 +188,7 @@ class Batch:
         """Count units as computed by the core, whose gradient is where it belongs already."""
         tokens = sum(lease.tokens for lease in leases)
         with self.changed:
+            self.in_hand = None
             name, step = f"{OWN}-{leases[0].token}", self.book.step
             assert step is not None
             self.book.offer(name, OWN, step, leases, self._clock())
@@ -201,7 +212,7 @@ class Batch:
         """Close the batch: whoever still works on it is refused."""
         with self.changed:
             self._last, self._work = self._work, None
-            self.computing = self._resting = False
+            self.computing, self._resting, self.in_hand = False, False, None
             self.book.end()
             self.changed.notify_all()
 
@@ -380,6 +391,7 @@ class Batch:
             self._work.units[lease.place] = None
 
     def _measure(self, cell: str, tokens: int, seconds: float) -> None:
+        self.deadline.measure(tokens, seconds)
         if seconds > 0:
             speed = tokens / seconds
             before = self._speeds.get(cell, speed)

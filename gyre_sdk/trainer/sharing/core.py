@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,12 +28,13 @@ from gyre_sdk.harness.ports import Observer
 from gyre_sdk.trainer.loss import LossSums, Totals
 from gyre_sdk.trainer.mismatch import Mismatch
 from gyre_sdk.trainer.sharing.batch import Batch, Whole
+from gyre_sdk.trainer.sharing.overdue import look_after
 from gyre_sdk.trainer.sharing.seat import Passed, Seat
 from gyre_sdk.trainer.sharing.tensors import Sums
 from gyre_sdk.trainer.sharing.wire import Hello, Leave, Welcome, answer
 from gyre_sdk.trainer.units import Unit
 
-__all__ = ["Collected", "Core", "Progress"]
+__all__ = ["Collected", "Core", "Hung", "Progress"]
 
 _POLL = 0.2
 _HELLO_S = 10.0
@@ -77,11 +78,21 @@ class Progress:
     """Mean seconds of a push of gradients; 0 before the first."""
 
 
+@dataclass(frozen=True, slots=True)
+class Hung:
+    """A worker that nothing is to be expected of any more."""
+
+    pid: int
+    """Its process, as its machine numbers it."""
+    reason: str
+
+
 class Core:
     """Context manager that listens for satellites.
 
     Args:
         lease_s: seconds of silence after which a satellite is taken for dead; also what a bucket of tensors may take.
+        stuck_s: seconds that units may be in hand before who computes them is taken for hung; more where they are slow.
         host: address to listen on.
         port: 0 takes a free one.
         key: who has it is trusted.
@@ -96,6 +107,7 @@ class Core:
         *,
         key: bytes,
         lease_s: float = 60.0,
+        stuck_s: float = 600.0,
         host: str = "127.0.0.1",
         port: int = 0,
         link: str = "auto",
@@ -105,13 +117,16 @@ class Core:
     ) -> None:
         self.check: Callable[[], None] = lambda: None
         """Asked while the trainer's thread waits; raises when nothing can come of it."""
+        self.on_hung: Callable[[str], None] = lambda reason: _log.error("%s; see cells.stuck_s", reason)
+        """Called, from a thread, when the core's own units do not end. The thread that computes may never come back."""
         self._key = key
         self._lease_s = lease_s
         self._at = (host, port)
         self._link = link
         self._folder = folder
         self._clock = clock
-        self._batch = Batch(lease_s, observer, clock)
+        self._batch = Batch(lease_s, observer, clock, stuck_s)
+        self._ended = Event()
         self._admitted: set[str] = set()
         self._seats: dict[str, Seat] = {}
         self._passed = Passed()
@@ -126,11 +141,13 @@ class Core:
             raise TrainerError(f"the core cannot listen on {self._at[0]}:{self._at[1]}: {error}") from error
         self._server.settimeout(_POLL)
         self._start(self._accept, self._server)
+        self._start(self._look_after)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ended.set()
         server, self._server = self._server, None
         if server is not None:
             server.close()
@@ -275,6 +292,13 @@ class Core:
         with self._batch.changed:
             return {cell for cell, seat in self._seats.items() if not seat.gone}
 
+    def hung(self, cell: str) -> Hung | None:
+        """Return the worker of a cell that had units in hand for too long, or is lost and has not come back for as long."""
+        with self._batch.changed:
+            seat = self._seats.get(cell)
+            reason = seat.stuck() if seat is not None and seat.gone else None
+        return None if seat is None or reason is None else Hung(seat.pid, reason)
+
     def progress(self) -> Progress:
         """Return how far the open batch is."""
         step, counts, speeds = self._batch.counts()
@@ -298,6 +322,9 @@ class Core:
         return seat is not None and seat.inside and seat.step is not None and seat.step == self._batch.book.step
 
     # -- satellites ----------------------------------------------------------------------------------------------------
+
+    def _look_after(self) -> None:
+        look_after(self._batch, self._ended, lambda reason: self.on_hung(reason))
 
     def _start(self, function: Callable[..., None], *arguments: Any) -> None:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
@@ -338,6 +365,7 @@ class Core:
             f"{cell}/{next(self._serial)}",
             self._batch,
             admitted=lambda: cell in self._admitted,
+            pid=hello.pid,
             passed=self._passed,
             link=self._link,
             folder=self._folder,

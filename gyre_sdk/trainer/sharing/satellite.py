@@ -10,6 +10,7 @@ and when it leaves.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -143,7 +144,7 @@ class Satellite:
 
     def _serve(self, line: Line) -> None:
         self._line = line
-        line.send(Hello(self._cell))
+        line.send(Hello(self._cell, os.getpid()))
         welcome = line.receive(_BACKOFF_S[1] * 5)
         if not isinstance(welcome, Welcome):
             raise ConnectionError("the core did not welcome it")

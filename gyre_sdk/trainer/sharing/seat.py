@@ -39,9 +39,6 @@ from gyre_sdk.trainer.sharing.wire import (
 _ANSWER_S = 1.0
 """A question is answered within this, if only by `Wait`."""
 
-_STUCK = 30.0
-"""Leases that a satellite may compute without a word but its beats: what hangs in it would hold its units for ever."""
-
 _log = logging.getLogger("gyre.trainer")
 
 
@@ -65,6 +62,7 @@ class Seat:
         holder: str,
         batch: Batch,
         *,
+        pid: int = 0,
         admitted: Callable[[], bool],
         passed: Passed,
         link: str,
@@ -74,6 +72,7 @@ class Seat:
 
         Args:
             holder: its name in the book, never used before.
+            pid: its process.
             admitted: whether its cell may join, asked under the lock.
             passed: takes the measurements.
             link: kind of link, or `auto`.
@@ -87,6 +86,11 @@ class Seat:
         self.step: int | None = None
         """Of the batch that it has asked for units of."""
         self.gone = False
+        self.pid = pid
+        self.tokens = 0
+        """Targets that it took last."""
+        self.worked = time.monotonic()
+        """When it last said anything but that it lives."""
         self._batch = batch
         self._admitted = admitted
         self._passed = passed
@@ -99,17 +103,16 @@ class Seat:
         """Answer until the satellite is gone."""
         batch = self._batch
         try:
-            worked, longest = time.monotonic(), _STUCK * batch.lease_s
             while True:
                 message = self.line.receive(batch.lease_s)
                 if message is None:
                     raise ConnectionError(f"nothing was heard of it for {batch.lease_s:.0f} s")
-                if time.monotonic() - worked > longest and isinstance(message, Beat):
-                    raise ConnectionError(f"it is alive and did nothing for {longest:.0f} s")
+                if isinstance(message, Beat) and (stuck := self.stuck()):
+                    raise ConnectionError(stuck)
                 batch.renew(self.holder)
                 self._answer(message)
                 if not isinstance(message, Beat):
-                    worked = time.monotonic()
+                    self.worked = time.monotonic()
         except (ConnectionError, LinkLost) as error:
             units = batch.release(self.holder)
             if self.inside:
@@ -125,6 +128,13 @@ class Seat:
                 batch.changed.notify_all()
             self._unlink()
             self.line.close()
+
+    def stuck(self) -> str | None:
+        """Return in words that it has had its units for too long to compute them still; None while it has not."""
+        bound, silent = self._batch.deadline.seconds(self.tokens), time.monotonic() - self.worked
+        if silent <= bound:
+            return None
+        return f"{self.tokens} targets in hand for {silent:.0f} s, longer than the {bound:.0f} s that they may take"
 
     def _answer(self, message: Message) -> None:
         match message:
@@ -197,6 +207,7 @@ class Seat:
             self.step = message.step
             self._batch.changed.notify_all()
         leases, units = found
+        self.tokens = sum(lease.tokens for lease in leases)
         self.line.send(Units(tuple(leases), tuple(units)) if leases else Wait())
 
     def _offer(self, message: Offer) -> None:

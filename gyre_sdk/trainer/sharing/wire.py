@@ -59,6 +59,8 @@ class Hello(Message, frozen=True):
     """A satellite has dialled in."""
 
     cell: str
+    pid: int = 0
+    """Its process, as its machine numbers it."""
 
 
 class Welcome(Message, frozen=True):

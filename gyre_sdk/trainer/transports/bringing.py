@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from gyre_sdk.errors import PublishError
+from gyre_sdk.errors import PublishError, TrainerError
 from gyre_sdk.trainer.transports.replica import Replica, Unready
 
 if TYPE_CHECKING:
+    from gyre_sdk.trainer.terms import Mandate
     from gyre_sdk.trainer.transports import Transport
     from gyre_sdk.trainer.weights import PolicyFiles
 
-__all__ = ["PAUSE", "Behind", "bring_patiently"]
+__all__ = ["PAUSE", "Behind", "bring_patiently", "still_serves"]
 
 PAUSE = 0.5
 """Seconds before a replica is asked again."""
@@ -35,6 +36,7 @@ def bring_patiently(
     files: PolicyFiles,
     *,
     lock: threading.Lock,
+    mandate: Mandate | None,
     patience: float,
     refused: Callable[[], None],
     check: Callable[[], None],
@@ -44,6 +46,7 @@ def bring_patiently(
     """Make a replica serve these weights, checked; return seconds by phase.
 
     Args:
+        mandate: of this trainer.
         lock: held while it is brought: one thread at a time does that.
         patience: seconds that it may be unable to take them.
         refused: called when it refuses connections.
@@ -58,7 +61,7 @@ def bring_patiently(
     give_up = time.monotonic() + patience
     while True:
         try:
-            with lock, Replica(url, files.version) as replica:
+            with lock, Replica(url, files.version, mandate) as replica:
                 if not wanted():
                     return {}
                 phases = transport.bring(replica, files)
@@ -76,3 +79,13 @@ def bring_patiently(
                 ) from error
             _log.warning("replica %s did not take version %d (%s); trying again", url, files.version, error)
             time.sleep(PAUSE)
+
+
+def still_serves(replica: Replica, version: int) -> bool:
+    """Tell whether a replica answers, and with the label of a version or one that is no number: one started anew does not."""
+    try:
+        with replica:
+            label = replica.version()
+    except (httpx.TransportError, Unready, TrainerError):
+        return False
+    return label is not None and label != "default" and (not label.isdigit() or int(label) == version)

@@ -11,6 +11,7 @@ import httpx
 
 from gyre_sdk.errors import PublishError
 from gyre_sdk.trainer.engines.fence import REFUSED
+from gyre_sdk.trainer.terms import Fenced, Mandate
 
 __all__ = ["Replica", "Unready"]
 
@@ -31,16 +32,23 @@ class Unready(Exception):
 class Replica:
     """A replica as the trainer sees it."""
 
-    def __init__(self, url: str, version: int) -> None:
-        """`version` is what it is to serve; errors name it."""
+    def __init__(self, url: str, version: int, mandate: Mandate | None = None) -> None:
+        """Connect when something is asked.
+
+        Args:
+            version: that it is to serve; errors name it.
+            mandate: of this trainer, where others may come after it: gyre's engine refuses the requests of an older one, and
+                since vLLM knows none, nothing that changes a replica is sent without looking.
+        """
         self.url = url.rstrip("/")
         self._version = version
+        self._mandate = mandate
         plain = self.url.startswith("http://")
         # vLLM closes a connection after it answered with an error: each request has one of its own
         self._http = httpx.Client(
             base_url=self.url,
             timeout=_QUICK,
-            headers={"connection": "close"},
+            headers={"connection": "close"} | ({} if mandate is None else mandate.headers),
             verify=not plain,  # loading certificates takes longer than all else
             trust_env=not plain,  # a proxy of the environment does not reach this machine
         )
@@ -154,7 +162,10 @@ class Replica:
         Raises:
             Unready: the replica is at fault, perhaps for a while.
             PublishError: it refused for good.
+            Fenced: another trainer has taken over.
         """
+        if self._mandate is not None:
+            self._mandate.check()
         response = self._http.post(route, json=body, timeout=timeout)
         return self._accepted(response, route)
 
@@ -171,6 +182,8 @@ class Replica:
         if status < 400:
             return response
         text = response.text[:500]
+        if status == 409 and REFUSED in text:
+            raise Fenced(f"replica {self.url} refused {name}: {text}")
         if status == 404 or "has no attribute 'gyre_" in text or "Weight transfer not configured" in text:
             raise PublishError(
                 f"replica {self.url} cannot be published to: {name} answered {status}: {text}; start vLLM as in the"

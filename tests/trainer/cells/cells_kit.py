@@ -31,6 +31,7 @@ from gyre_sdk.trainer.cells.state import TRANSITIONS, CellState
 from gyre_sdk.trainer.ledger import Ledger
 from gyre_sdk.trainer.processes import Child, ChildSpec
 from gyre_sdk.trainer.publish import Publisher
+from gyre_sdk.trainer.sharing.core import Hung
 from gyre_sdk.trainer.transports import Replica
 from gyre_sdk.trainer.transports.file import FileTransport
 from gyre_sdk.trainer.weights import PolicyFiles, WeightFolder, full_weights
@@ -74,6 +75,8 @@ class Hand:
         self.slow: set[str] = set()
         self.stuck: set[str] = set()
         self.gate = False
+        self.gone: dict[str, Hung] = {}
+        """Workers that hang."""
         self.batch = Batch()
 
     def open_gate(self) -> None:
@@ -100,6 +103,9 @@ class Hand:
 
     def waiting(self) -> set[str]:
         return set(self.workers)
+
+    def hung(self, cell: str) -> Hung | None:
+        return self.gone.get(cell)
 
     def progress(self) -> Batch:
         return self.batch

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from cells_kit import Batch, Forced, Hand, ManualClock, Toys, counted, moves, until
 from hypothesis import HealthCheck, given, settings
@@ -20,7 +21,28 @@ from gyre_sdk.trainer.cells.health import SILENT_S, Pulse, Sign
 from gyre_sdk.trainer.cells.launch import Launched
 from gyre_sdk.trainer.cells.manager import Cell, Manager
 from gyre_sdk.trainer.cells.plan import Action, Move, Policy, plan
-from gyre_sdk.trainer.cells.switch import Patience, Pausing, PhaseFailed, Sleeping, parking_of, to_serving, to_training
+from gyre_sdk.trainer.cells.settings import CellsConfig
+from gyre_sdk.trainer.cells.switch import (
+    Parking,
+    Patience,
+    Pausing,
+    PhaseFailed,
+    Sleeping,
+    parking_of,
+    to_serving,
+    to_training,
+)
+from gyre_sdk.trainer.children import engine_options
+from gyre_sdk.trainer.config import (
+    AgentConfig,
+    EngineConfig,
+    OutputConfig,
+    PolicyConfig,
+    StoreConfig,
+    TasksConfig,
+    TrainerConfig,
+)
+from gyre_sdk.trainer.sharing.core import Hung
 
 
 @pytest.fixture
@@ -36,6 +58,7 @@ class Workers:
     def __init__(self) -> None:
         self.pid = 100
         self.given_up = ""
+        self.replaced: list[tuple[str, int, str]] = []
 
     def wait(self) -> str:
         return ""
@@ -46,6 +69,9 @@ class Workers:
 
     def pids(self) -> dict[str, int]:
         return {"cell-1-worker": self.pid, "cell-2-worker": self.pid}
+
+    def replace(self, name: str, pid: int, reason: str) -> None:
+        self.replaced.append((name, pid, reason))
 
     def stop(self) -> None:
         pass
@@ -140,6 +166,22 @@ def test_the_last_serving_cell_stays_while_runs_live(toys: Toys) -> None:
     world.counters = counted(4, 4)
     assert world.tick(3) == ["training"] * 3
     world.check()
+
+
+def test_with_a_replica_beside_them_all_cells_may_train(toys: Toys) -> None:
+    """As far as that one carries the runs; where it comes back elsewhere it is brought to the current weights there."""
+    beside = toys.replicas[2]
+    world = World(toys, cells=2, standalone=1)
+    assert world.tick(2) == ["training", "training"]
+    assert beside.url in toys.publisher._serving
+    world.tick(-2)
+    world.counters = counted(9)
+    assert world.tick(2) == ["training", "serving"], "eight are what one replica carries"
+    assert "is above what 1 other replicas carry" in moves(toys.events, "cell-1")[-1][1]
+    toys.publisher.forget(beside.url)
+    world.manager.moved("http://127.0.0.1:1", beside.url)
+    world.tick()
+    until(lambda: beside.url in toys.publisher._serving, "calls go there again")
 
 
 def test_one_cell_alternates_whatever_lives(toys: Toys) -> None:
@@ -270,6 +312,21 @@ def test_a_worker_that_is_lost_keeps_its_cell_from_serving_until_it_is_back(toys
     assert world.tick(seconds=60)[1] == "failed"
     world.hand.workers = {"cell-1"}
     assert world.tick()[1] == "serving"
+    world.check()
+
+
+def test_a_worker_that_hangs_is_replaced_and_its_successor_is_left_alone(toys: Toys) -> None:
+    workers = Workers()
+    world = World(toys, launched=workers)
+    world.tick(2)
+    world.hand.workers, world.hand.gone = set(), {"cell-1": Hung(100, "no unit ended")}
+    world.hand.joined.clear()  # the core has given it up
+    assert world.tick() == ["training", "failed", "serving"]
+    assert set(workers.replaced) == {("cell-1-worker", 100, "no unit ended")}
+    assert world.tick(seconds=60)[1] == "failed", "it may still have the devices"
+    workers.pid = 101
+    workers.replaced.clear()
+    assert world.tick(seconds=2)[1] == "serving" and not workers.replaced
     world.check()
 
 
@@ -443,6 +500,35 @@ def test_a_sleeping_replica_is_asked_in_the_order_that_memory_needs(toys: Toys) 
     assert parking_of(["--enable-sleep-mode"], "lora") == Sleeping(1)
     assert parking_of(["--enable-sleep-mode"], "file") == Sleeping(2)
     assert parking_of([], "file") == Pausing()
+
+
+@pytest.mark.parametrize(
+    ("resources", "options", "parking"),
+    [
+        ({"GPU": 1.0}, [], Sleeping(2)),
+        ({"GPU": 1.0}, ["--no-enable-sleep-mode"], Pausing()),
+        ({"GPU": 0.5}, ["--enable-sleep-mode", "--dtype", "float16"], Sleeping(2)),
+        ({"CPU": 4.0}, [], Pausing()),
+    ],
+)
+def test_on_gpus_the_replica_of_a_cell_sleeps(
+    tmp_path: Path, resources: dict[str, float], options: list[str], parking: Parking
+) -> None:
+    """While its cell trains, without being told; on processors it is paused."""
+    config = TrainerConfig(
+        PolicyConfig(tmp_path),
+        TasksConfig("a:b"),
+        AgentConfig("a:b"),
+        StoreConfig(tmp_path / "store.db"),
+        OutputConfig(tmp_path),
+        engine=EngineConfig(kind="vllm", options=options),
+        cells=CellsConfig(launcher="ray", resources=resources),
+    )
+    found = engine_options(config)
+    assert found[: len(options)] == options and found.count("--enable-sleep-mode") == (parking == Sleeping(2))
+    assert parking_of(found, "file") == parking
+    alone = msgspec.structs.replace(config, cells=None)
+    assert engine_options(alone) == options, "an engine without cells keeps its memory"
 
 
 def test_a_version_that_comes_while_a_replica_wakes_is_brought_too(toys: Toys) -> None:

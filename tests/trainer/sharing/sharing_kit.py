@@ -100,7 +100,7 @@ class Trouble:
     """What happens to a satellite, once."""
 
     where: str = ""
-    """`take`, `compute`, `offer` (before), `accepted` (before the transfer), `transfer`, `committed`; empty: nothing."""
+    """`pull` (damage only), `take`, `compute`, `offer` (before), `accepted` (before the transfer), `transfer`, `committed`; empty: nothing."""
     how: str = ""
     """`exit`, `kill`; `sleep` waits for `wake`, showing that it lives; `freeze` does so without; `damage` sends another
     number than it has."""
@@ -152,6 +152,23 @@ class _Troubled(Satellite):
 
     def _beat(self, line: Any, quiet: threading.Event) -> None:
         super()._beat(_Breath(lambda: self._frozen, line), quiet)  # type: ignore[arg-type]
+
+    def _pull(self, pull: Any) -> bool:
+        part, damage = self._part, self._come_by("pull")
+
+        def damaged(tensors: Any) -> None:
+            assert self._link is not None
+            self._link.receive(tensors)
+            next(iter(tensors.values())).view(-1)[0] += 1e-9
+
+        if damage:
+            pulled = part.pull
+            part.pull = lambda receive, digest: pulled(damaged, digest)  # type: ignore[method-assign]
+        try:
+            return super()._pull(pull)
+        finally:
+            if damage:
+                part.pull = pulled  # type: ignore[method-assign]
 
     def _ask(self, question: Any) -> Any:
         if type(question).__name__ == "Take":

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from sharing_kit import (
     BUCKET,
     KEY,
@@ -243,6 +245,15 @@ def test_a_gradient_that_came_damaged_is_thrown_away(pool: Pool) -> None:
             assert not stage.own
 
 
+def test_weights_that_came_damaged_are_computed_with_by_nobody(pool: Pool) -> None:
+    """The satellite pulls again."""
+    units = some_units(random.Random(5))
+    with Stage(pool) as stage:
+        hand = stage.hand("one", Trouble("pull", "damage"))
+        stage.check(Trainer(stage.core, iter(units)), units)
+        assert not stage.own and not hand.heard("refused") and stage.core._passed.pulls == 2
+
+
 def test_a_lease_outlives_the_digest_of_a_large_gradient(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every piece of it takes more than half a lease; nothing is heard of the satellite in the meantime."""
     digest, units = tensors.fingerprint, some_units(random.Random(4))
@@ -313,6 +324,51 @@ def test_satellites_join_late_and_leave_early(pool: Pool) -> None:
                 assert stage.core.dismiss(cell, SECONDS)
             assert all(hand.alive for hand in hands)
     assert 0 < own < 24
+
+
+troubles = st.builds(
+    Trouble,
+    st.sampled_from(["", *WHERE]),
+    st.sampled_from(["kill", "exit", "sleep"]),
+    st.integers(1, 2),
+    st.booleans(),
+)
+members = st.lists(st.tuples(troubles, st.integers(1, 4), st.booleans()), min_size=1, max_size=3)
+"""Of each satellite: what happens to it, units that it leases at a time, and whether it joins late."""
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 10**6), st.integers(1, 3), members, st.booleans(), st.booleans())
+def test_any_schedule_gives_the_gradient_of_one_process(
+    pool: Pool, seed: int, parts: int, members: list[Any], wakes: bool, restarts: bool
+) -> None:
+    """Several of them die, fall asleep past their leases, repeat offers and come late, all in one batch; the core dies too."""
+    units = some_units(random.Random(seed))
+    with Stage(pool) as first:
+        port, stage = first.core.address[1], first
+        hands = [first.hand(f"c{n}", one, chunk) for n, (one, chunk, late) in enumerate(members) if not late]
+        trainer = Trainer(first.core, sealed(units, parts, first.has_begun))
+        hands += [first.hand(f"c{n}", one, chunk) for n, (one, chunk, late) in enumerate(members) if late]
+        if restarts:
+            until(lambda: first.has_begun(len(units)) or not any(hand.alive for hand in hands), "somebody works")
+            first.hands = []
+            first.core.__exit__(None, None, None)
+            stage = Stage(pool, port)
+            stage.hands = hands
+        with stage if restarts else nullcontext():
+            if restarts:
+                for number in range(len(members)):
+                    stage.core.admit(f"c{number}")
+                trainer = Trainer(stage.core, sealed(units, parts, stage.has_begun))
+            stage.core.open_gate()
+            give_up = time.monotonic() + SECONDS
+            while not trainer.ended and time.monotonic() < give_up:
+                stage.jumped += 1.0  # leases of who sleeps end; beats of all others are taken meanwhile
+                time.sleep(0.01)
+            for hand in hands:
+                if wakes and hand.alive and hand.heard("asleep"):
+                    hand.wake()
+            stage.check(trainer, units)
 
 
 def test_a_core_that_dies_begins_the_batch_anew(pool: Pool) -> None:
@@ -444,12 +500,11 @@ def test_a_sum_that_broke_ends_the_step() -> None:
             end()
 
 
-def test_beats_alone_keep_no_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that hangs still beats, in another thread."""
-    monkeypatch.setattr(seat, "_STUCK", 2.0)
-    with Core(key=KEY, lease_s=0.2) as core:
+def test_beats_alone_keep_no_units() -> None:
+    """A worker that hangs still beats, in another thread; it is named with its process, which is to be replaced."""
+    with Core(key=KEY, lease_s=0.2, stuck_s=0.4) as core:
         line = dial(core.address, KEY, SECONDS)
-        line.send(Hello("one"))
+        line.send(Hello("one", 17))
         assert isinstance(line.receive(SECONDS), Welcome)
 
         def beats() -> bool:
@@ -459,6 +514,9 @@ def test_beats_alone_keep_no_units(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConnectionError):
             until(beats, "it is given up")
         until(lambda: core.waiting() == set(), "nobody is there")
+        found = core.hung("one")
+        assert found is not None and found.pid == 17 and "longer than the 0 s" in found.reason
+        assert core.hung("another") is None
         core.close_gate()
         core.admit("one")
         trainer = Trainer(core, iter(some_units(random.Random(0))))

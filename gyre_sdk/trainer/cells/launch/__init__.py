@@ -27,9 +27,11 @@ class CellSpec:
     replica: ChildSpec
     """The inference server."""
     worker: ChildSpec | None = None
-    """The satellite's training process; None for the core, whose worker is the trainer itself."""
+    """The satellite's training process; None for the core, whose worker is the trainer itself, and for what stands alone."""
     resources: Mapping[str, float] | None = None
     """What a launcher that places cells reserves: `{"CPU": 1}`, `{"GPU": 8}`."""
+    standalone: bool = False
+    """It has no part in training, and need not be where the trainer is."""
 
 
 class Launched(Protocol):
@@ -51,6 +53,9 @@ class Launched(Protocol):
 
     def pids(self) -> dict[str, int]:
         """Return process ids by name, as their machine numbers them; 0 for one that does not run."""
+
+    def replace(self, name: str, pid: int, reason: str) -> None:
+        """End one of its processes that hangs and start it again, as after a death, if it is still the process `pid`."""
 
     def stop(self) -> None:
         """End everything that was started. Idempotent."""

@@ -53,6 +53,11 @@ class _LocalCell:
     def pids(self) -> dict[str, int]:
         return {child.spec.name: child.pid for child in self.children}
 
+    def replace(self, name: str, pid: int, reason: str) -> None:
+        for child in self.children:
+            if child.spec.name == name:
+                child.replace(pid, reason)
+
     def stop(self) -> None:
         _stop(self.children)
 

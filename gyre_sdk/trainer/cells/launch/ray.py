@@ -111,7 +111,7 @@ class RayLauncher:
         Args:
             moved: called with the old and the new URL when a replica comes back elsewhere (another node or port).
         """
-        node = self._core_node if spec.worker is None else None
+        node = self._core_node if spec.worker is None and not spec.standalone else None
         place = Place(spec.name, spec.resources or {"CPU": 1}, node=node, room=self._room, tenure=self._tenure)
         cell = RayCell(spec, place, self._observer, moved, self._cluster)
         self._cells.append(cell)
@@ -218,6 +218,12 @@ class RayCell:
     def pids(self) -> dict[str, int]:
         """Return process ids by name, as their machine numbers them; 0 for one that does not run."""
         return {child.spec.name: child.pid for child in self._children}
+
+    def replace(self, name: str, pid: int, reason: str) -> None:
+        """End one of its processes that hangs and start it again, as after a death, if it is still the process `pid`."""
+        for child in self._children:
+            if child.spec.name == name:
+                child.replace(pid, reason)
 
     def stop(self) -> None:
         """End everything that was started. Idempotent."""
