@@ -30,6 +30,7 @@ def vllm(demo_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     command += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--max-model-len", "1024"]
     command += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    command += ["--enforce-eager"]  # to compile the model would take longer than all that is asked of it
     with (folder / "log").open("wb") as log:
         server = subprocess.Popen(
             command, cwd=folder, env=environment(), stdout=log, stderr=log, start_new_session=True

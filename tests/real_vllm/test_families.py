@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import socket
+import socketserver
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import agent as demo_agent
 import pytest
@@ -110,6 +115,8 @@ FAMILIES = {
 """By the names of the proxy's formats."""
 WORDS = ("set ", " to ", " in ", " > ", "= ")
 """Tokens of the vocabulary that are words of the template too: in a message they would not be one token."""
+PACE = 0.02
+"""Seconds between two tokens of an answer, as of a larger model."""
 RESULT = "\n<|im_start|>user\n<tool_response>\nok\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -156,14 +163,53 @@ class Served:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
 
+class Paced(socketserver.BaseRequestHandler):
+    """Hands on what a replica says, one event of a stream at a time: with a pause behind each."""
+
+    there: tuple[str, int]
+
+    def handle(self) -> None:
+        with socket.create_connection(self.there) as above:
+            for end in (above, self.request):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            threading.Thread(target=self._ask, args=(above,), daemon=True).start()
+            with suppress(OSError):  # the proxy has hung up
+                while data := above.recv(1 << 16):
+                    for part in re.split(rb"(?<=\n\n)", data):
+                        self.request.sendall(part)
+                        time.sleep(PACE if part.endswith(b"\n\n") else 0.0)
+
+    def _ask(self, above: socket.socket) -> None:
+        with suppress(OSError):
+            while data := self.request.recv(1 << 16):
+                above.sendall(data)
+            above.shutdown(socket.SHUT_RDWR)
+
+
+class Relay(socketserver.ThreadingTCPServer):
+    daemon_threads, block_on_close = True, False
+
+
+@pytest.fixture(scope="module")
+def paced(vllm: str) -> Iterator[str]:
+    """The server's address behind one that is as fast as a larger model."""
+    place = urlsplit(vllm)
+    with Relay(("127.0.0.1", 0), type("Handler", (Paced,), {"there": (place.hostname, place.port)})) as relay:
+        serving = threading.Thread(target=relay.serve_forever)
+        serving.start()
+        yield f"http://127.0.0.1:{relay.server_address[1]}"
+        relay.shutdown()
+        serving.join()
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def served(
-    request: pytest.FixtureRequest, vllm: str, demo_policy: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, paced: str, demo_policy: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     folder, family = tmp_path_factory.mktemp("family"), FAMILIES[request.param]
     spelled(demo_policy, folder / "model", family)
     settings = gyre.ProxySettings(
-        store=folder / "s.db", model=folder / "model", renderer="template", replicas=(ReplicaSpec(vllm, 0),)
+        store=folder / "s.db", model=folder / "model", renderer="template", replicas=(ReplicaSpec(paced, 0),)
     )
     with gyre.serve(settings) as service:
         tokenizer = Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
@@ -211,7 +257,7 @@ def test_calls_arrive_while_they_are_sampled(served: Served) -> None:
             {"role": "tool", "tool_call_id": call["id"], "content": "ok"},
         ]
         chat.create(messages=[*ask, *answered], **{**body, "max_tokens": 4})
-        while pieces == 1:  # the engine was done before the agent read: once more
+        while pieces == 1:  # the server or the proxy came to it late: once more
             assert time.monotonic() < deadline, "a call that is read at the end of its answer comes in one piece"
             call, pieces = streamed(chat, messages=ask, **body)
     first, second, *others = served.calls(agent.result.run)
