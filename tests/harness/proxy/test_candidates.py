@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from proxy_engine import Error, Finish, Status, Step, Tokens
+from proxy_engine import Error, Finish, ScriptedEngine, Status, Step, Tokens
 from proxy_kit import Proxy, running, sse
 from proxy_toy import toy_template
 from test_fidelity_cases import scripted
@@ -74,6 +74,44 @@ def test_completions(model: Path, tmp_path: Path, stream: bool) -> None:
         parts = [event["choices"][0]["logprobs"] for event in (answer if stream else [answer])]
         top = [place for part in parts if part for place in part["top_logprobs"]]
     assert top == [{"so": -0.25, "ab": -2.0}, {"so": -0.125, "ab": -0.5, "cd": -4.0}]
+
+
+TWINS = [[(331, -0.25), (400, -1.0), (401, -2.0)]]
+"""Two of them have no bytes of their own to show: one text, as that of broken characters in real vocabularies."""
+
+
+@STREAMS
+def test_tokens_of_one_text(model: Path, tmp_path: Path, stream: bool) -> None:
+    """By text the likelier stays, whichever was sampled; by id all are there, and the text's offsets stay the text's."""
+    pieces = {**PIECES, "\ufffd": 400}
+    template = toy_template(pieces)
+    template.tokenizer.names[401] = "\ufffd"
+    play: list[Step] = [Tokens([401], [-2.0], TWINS), Tokens([331], [-0.5], [[(331, -0.5)]]), Finish()]
+    with ScriptedEngine(lambda request, number: play) as engine:
+        with running(model, tmp_path / "store.db", engine.url, template=template) as proxy:
+            access, found, offsets = proxy.run(), [], []
+            for named in (False, True):
+                body = {"prompt": "go", "logprobs": 3, "stream": stream, "return_tokens_as_token_ids": named}
+                answer = ask(proxy, access, "/v1/completions", body)
+                parts = [event["choices"][0]["logprobs"] for event in (answer if stream else [answer])]
+                parts = [part for part in parts if part]
+                tokens = [token for part in parts for token in part["tokens"]]
+                found.append((tokens, parts[0]["top_logprobs"][0]))
+                offsets.append([offset for part in parts for offset in part["text_offset"]])
+            body = {"messages": [{"role": "user", "content": "go"}], "logprobs": True, "top_logprobs": 3}
+            body |= {"stream": stream, "return_tokens_as_token_ids": True}
+            named_chat = chat(ask(proxy, access, "/v1/chat/completions", body), stream)
+            wrong = proxy.chat(access, {**body, "return_tokens_as_token_ids": "yes"})
+    assert found[0] == (["\ufffd", "so"], {"so": -0.25, "\ufffd": -1.0})
+    assert found[1] == (
+        ["token_id:401", "token_id:331"],
+        {"token_id:331": -0.25, "token_id:400": -1.0, "token_id:401": -2.0},
+    )
+    assert offsets == [[0, 1]] * 2
+    assert [token["token"] for token in named_chat] == ["token_id:401", "token_id:331"]
+    assert [other["token"] for other in named_chat[0]["top_logprobs"]] == [f"token_id:{at}" for at in (331, 400, 401)]
+    assert bytes(named_chat[1]["bytes"]) == b"so"
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "return_tokens_as_token_ids")
 
 
 def test_the_most_that_can_be_asked_for(model: Path, tmp_path: Path) -> None:

@@ -25,6 +25,13 @@ class TokenText:
     """Nats; None where the engine gave none."""
     top: tuple[TokenText, ...] = ()
     """The likeliest tokens here, the first one first, where they were asked for and the engine told them."""
+    name: str = ""
+    """`token_id:N`, where the request asks for that in place of its text."""
+
+    @property
+    def label(self) -> str:
+        """What it is called."""
+        return self.name or self.text
 
 
 @dataclass(frozen=True, slots=True)

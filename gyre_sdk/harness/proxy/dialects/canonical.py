@@ -81,6 +81,8 @@ class ModelRequest:
     logprobs: bool = False
     candidates: int = 0
     """Likeliest tokens to show at every place of the answer, beside the one sampled; with `logprobs` only."""
+    names_tokens: bool = False
+    """Whether tokens are shown as `token_id:N`: several may have one text."""
     n: int = 1
     """Answers asked for; with `prompts`, of each of them."""
     tool_choice: ToolChoice = ToolChoice.AUTO

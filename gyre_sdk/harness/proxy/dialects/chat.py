@@ -152,11 +152,11 @@ def _choice(index: int, choice: Choice) -> dict[str, Any]:
 
 def _token(token: TokenText) -> dict[str, Any]:
     return {
-        "token": token.text,
+        "token": token.label,
         "logprob": -9999.0 if token.logprob is None else token.logprob,
         "bytes": list(token.raw),
         "top_logprobs": [
-            {"token": other.text, "logprob": other.logprob, "bytes": list(other.raw)} for other in token.top
+            {"token": other.label, "logprob": other.logprob, "bytes": list(other.raw)} for other in token.top
         ],
     }
 

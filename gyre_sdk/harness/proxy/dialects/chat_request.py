@@ -76,6 +76,7 @@ def parse_chat(body: bytes) -> ModelRequest:
         include_usage=bool(stream and options and options.get("include_usage")),
         logprobs=flag(fields, "logprobs"),
         candidates=candidates,
+        names_tokens=flag(fields, "return_tokens_as_token_ids"),
         n=int(number(fields, "n", 1, 1, MAX_CHOICES, integer=True)),
         tool_choice=choice,
         forced_tool=forced,

@@ -81,6 +81,7 @@ class Completions(Dialect):
             include_usage=bool(stream and options and options.get("include_usage")),
             logprobs=candidates is not None,
             candidates=candidates or 0,
+            names_tokens=flag(fields, "return_tokens_as_token_ids"),
             n=n,
             structured=structured or None,
             prompts=prompts,
@@ -190,7 +191,7 @@ def _tokens(tokens: Sequence[TokenText], offset: int) -> dict[str, Any]:
         offsets.append(offset)
         offset += len(token.text)
     return {
-        "tokens": [token.text for token in tokens],
+        "tokens": [token.label for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
         "top_logprobs": [_top(token) for token in tokens] if any(token.top for token in tokens) else None,
         "text_offset": offsets,
@@ -198,9 +199,14 @@ def _tokens(tokens: Sequence[TokenText], offset: int) -> dict[str, Any]:
 
 
 def _top(token: TokenText) -> dict[str, float | None]:
-    """Return the likeliest tokens at a place by their texts, the sampled one among them."""
-    found = {other.text: other.logprob for other in token.top}
-    return {**found, token.text: token.logprob} if token.text not in found else found
+    """Return the likeliest tokens at a place by what they are called, the sampled one among them.
+
+    Of several tokens with one text the likeliest stays; called by their ids, all do.
+    """
+    found: dict[str, float | None] = {}
+    for other in (*token.top, token):
+        found.setdefault(other.label, other.logprob)
+    return found
 
 
 def _usage(prompt_tokens: int, completion_tokens: int, cached: Sequence[int | None]) -> dict[str, Any]:

@@ -117,7 +117,9 @@ class Speech:
         return thinking_tokens(self._template.tokenizer, form, ids)
 
     def _token(self, token: int, logprob: float | None) -> TokenText:
-        return TokenText(self._template.text([token]), pieces_of(self._template.tokenizer).raw(token), logprob)
+        name = f"token_id:{token}" if self._request.names_tokens else ""
+        raw = pieces_of(self._template.tokenizer).raw(token)
+        return TokenText(self._template.text([token]), raw, logprob, name=name)
 
     def _speaking(self) -> AnswerParser:
         if self._parser is None:
