@@ -154,7 +154,8 @@ def _listens(pid: int, port: int) -> bool:
 def test_a_restarted_worker_knows_the_replicas_of_now(model: Path, tmp_path: Path, engine: ScriptedEngine) -> None:
     with ProxyProcess(model, tmp_path / "s.db", workers="2") as service:
         control = service.proxy.control
-        put = control.put("/replicas", json={"replicas": [{"url": engine.url, "version": 7}]})
+        row = {"url": engine.url, "version": 7, "model": "adapter-v7"}
+        put = control.put("/replicas", json={"replicas": [row]})
         assert put.status_code == 200 and put.json() == {"version": 7}
         for pid in worker_pids(service):
             os.kill(pid, signal.SIGKILL)
@@ -162,6 +163,9 @@ def test_a_restarted_worker_knows_the_replicas_of_now(model: Path, tmp_path: Pat
         for access in runs:
             assert service.proxy.chat(access, ASK).status_code == 200
         assert {access["version"] for access in runs} == {7}
+        assert {item.request.get("model") for item in engine.log} == {"adapter-v7"}, (
+            "what their requests must name, too"
+        )
 
 
 def _patiently(proxy: Proxy) -> dict[str, Any]:

@@ -89,7 +89,8 @@ def describe(fleet: Fleet) -> list[dict[str, Any]]:
 
 
 def _shown(item: Replica) -> dict[str, Any]:
-    return {"url": item.url, "version": item.version, "state": item.state, "calls": item.calls, "tokens": item.tokens}
+    shown = {"url": item.url, "version": item.version, "state": item.state, "calls": item.calls, "tokens": item.tokens}
+    return shown if item.model is None else shown | {"model": item.model}
 
 
 def _checked(spec: ReplicaSpec) -> ReplicaSpec:

@@ -222,7 +222,7 @@ class Workers:
         status, text = await self._ask(0, "GET", "/gyre/v1/replicas", b"", self._key())
         if status == 200:
             replicas = [item for item in msgspec.json.decode(text)["replicas"] if item["state"] != "draining"]
-            specs = [{"url": item["url"], "version": item["version"]} for item in replicas]
+            specs = [{name: item[name] for name in ("url", "version", "model") if name in item} for item in replicas]
             self._table = msgspec.json.encode({"replicas": specs})
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
