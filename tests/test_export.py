@@ -202,7 +202,9 @@ def test_files_appear_whole_or_not_at_all(store: Path, tmp_path: Path) -> None:
     with Journal(store, "r") as journal:
         with pytest.raises(Exception, match="credit hook"):
             export(journal, Sealer(credit_hook=failing), "parquet", out)
-        for name, said in (("out.csv", "ends in .parquet or .jsonl"), ("absent/out.jsonl", "cannot be written")):
+        places = [("out.csv", "ends in .parquet or .jsonl")]
+        places += [(name, "cannot be written") for name in ("absent/out.jsonl", "out.jsonl/below.jsonl")]
+        for name, said in places:
             with pytest.raises(SettingsError, match=said):
                 export(journal, MEAN, "parquet", tmp_path / name)
         with pytest.raises(SettingsError, match="format 'xml' is unknown"):

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -53,7 +54,8 @@ def write(path: Path, columns: Sequence[Column], lines: Iterable[Line], settings
     except OSError as error:
         raise SettingsError(f"output {str(path)!r} cannot be written: {error}") from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # a disk that cannot be written
+            part.unlink()
     return count
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat
 import subprocess
 import sys
@@ -212,6 +213,23 @@ def test_values_that_cannot_be_meant_are_refused(
 ) -> None:
     assert main(["--model", str(model), "--store", str(tmp_path), option, value]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == f"gyre serve: {said}"
+
+
+def test_a_disk_without_room_is_told_of_until_there_is_some(model: Path, tmp_path: Path) -> None:
+    def open_run() -> httpx.Response:
+        headers = {"Authorization": "Bearer given"}
+        return httpx.post(f"{served.url}/gyre/v1/runs", headers=headers, json={"task": "t"}, timeout=60)
+
+    with Served(tmp_path, "--model", str(model), "--store", str(tmp_path), GYRE_SERVICE_KEY="given") as served:
+        assert open_run().status_code == 200
+        plenty = resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE, (0, plenty[1]))
+        refused = open_run()
+        problem = refused.json()["error"]
+        assert (refused.status_code, problem["code"]) == (500, "store_failed")
+        assert "the store could not be written" in problem["message"] and "free space" in problem["message"]
+        resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE, plenty)
+        assert open_run().status_code == 200
 
 
 def test_a_taken_port_is_an_error(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
-from gyre_sdk.errors import GyreError, ProtocolError, ServiceError
+from gyre_sdk.errors import GyreError, JournalError, ProtocolError, ServiceError
 from gyre_sdk.harness.proxy.render import Template
 from gyre_sdk.harness.proxy.server import openapi
 from gyre_sdk.harness.proxy.server.agents import Agents
@@ -199,6 +199,9 @@ async def _errors(
         return _refused(request, problem)
     except ConnectionError:
         raise
+    except JournalError as error:
+        log.error("%s %s failed: %s", request.method, request.path, error)
+        return _refused(request, ProtocolError(str(error), status=500, code="store_failed", retryable=True))
     except Exception:  # boundary: a defect of ours is an error of one request, not of the server
         log.exception("%s %s failed", request.method, request.path)
         problem = ProtocolError("internal error", status=500, code="internal_error", retryable=True)
