@@ -5,6 +5,7 @@ Exit status: 0 done, 1 training could not go on, 2 the settings are wrong, 130 i
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -22,6 +23,8 @@ import typer
 from gyre_sdk.errors import GyreError, SettingsError
 
 DONE, FAILED, MISCONFIGURED, INTERRUPTED = 0, 1, 2, 130
+_PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors")
+"""Of the extra `train`."""
 
 
 def command(
@@ -52,12 +55,19 @@ def _guarded(
         return INTERRUPTED
 
 
+def _require_packages() -> None:
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SettingsError(f"training needs {', '.join(missing)}; run: pip install 'gyre-sdk[train]'")
+
+
 def _run(path: Path, steps: int | None, pairs: list[str], plain: bool, as_json: bool, evaluation: str | None) -> int:
     from gyre_sdk.trainer.config import load_config
     from gyre_sdk.trainer.team import follow, join, place
 
     overrides = [*pairs, *([] if steps is None else [f"train.steps={steps}"])]
     config = load_config(path, overrides)
+    _require_packages()
     quiet_libraries()
     where = place(os.environ)
     if where.size > 1 and evaluation is not None:
@@ -111,7 +121,7 @@ def _view(plain: bool) -> AbstractContextManager[Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; return the exit status."""
     before = signal.signal(signal.SIGTERM, _interrupt)
-    app = typer.Typer(add_completion=False)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(command)
     try:
         app(args=None if argv is None else list(argv), prog_name="gyre-train")

@@ -11,6 +11,9 @@ import pytest
 
 from gyre_sdk.errors import SettingsError
 from gyre_sdk.trainer.config import TrainerConfig, load_config, read_config, save_config
+from gyre_sdk.trainer.engines.embedded import main as serve_engine
+from gyre_sdk.trainer.main import MISCONFIGURED
+from gyre_sdk.trainer.main import main as train
 from gyre_sdk.trainer.transports import choose
 
 MINIMAL = """
@@ -121,3 +124,13 @@ def test_cells(tmp_path: Path) -> None:
     ):
         with pytest.raises(SettingsError, match=re.escape(said)):
             load_config(path, pairs)
+
+
+def test_training_needs_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert train([str(write(tmp_path))]) == MISCONFIGURED
+    assert re.search(r"needs torch, .*pip install 'gyre-sdk\[train\]'$", capsys.readouterr().err.strip())
+    assert serve_engine(["--model", str(tmp_path / "model")]) == 2
+    assert "pip install 'gyre-sdk[train]'" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import logging
 import signal
 import socket
@@ -25,6 +26,9 @@ __all__ = ["main"]
 def main(argv: list[str] | None = None) -> int:
     """Run the engine until a signal; return the exit code."""
     options = _parser().parse_args(argv)
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
+        sys.stderr.write("gyre-engine: it computes with torch and transformers; run: pip install 'gyre-sdk[train]'\n")
+        return 2
     logging.basicConfig(
         level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
