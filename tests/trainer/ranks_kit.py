@@ -12,17 +12,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_HEAVY = ["torch", "accelerate", "transformers", "trl.trainer.grpo_config", "trl.trainer.base_trainer", "peft"]
+_HEAVY = [
+    *("torch", "accelerate", "transformers", "trl.trainer.grpo_config", "trl.trainer.base_trainer", "peft"),
+    *("transformers.models.qwen3.modeling_qwen3", "gyre_sdk.trainer.main", "gyre_sdk.trainer.stack"),
+    *("gyre_sdk.trainer.team", "gyre_sdk.trainer.evaluation", "gyre_sdk.trainer.training", "gyre_sdk.view"),
+]
 _HERE = str(Path(__file__).parent)
+
+
+def forking() -> Any:
+    """Return multiprocessing's context whose processes begin with the heavy imports done, and nothing run."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_HEAVY)
+    return context
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def together(size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120.0) -> list[Any]:
     """Run a module-level function in `size` processes of one group; return what each returned, in the order of ranks."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_HEAVY)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    context, port = forking(), free_port()
     answers = context.Queue()
     processes = [
         context.Process(target=_member, args=(rank, size, port, answers, function, arguments)) for rank in range(size)

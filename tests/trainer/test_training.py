@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_kit import CONFIG, alive, finish, leashed, make_training, start
+from training_kit import CONFIG, Forked, alive, finish, leashed, make_training
 
 from gyre_sdk import events
 from gyre_sdk.errors import JournalError, SettingsError, TrainerError
@@ -91,8 +91,9 @@ def wait_for(folder: Path, condition: Callable[[list[Any]], bool], seconds: floa
 
 
 def test_it_trains_and_evaluates_on_one_stack(config: Path, tmp_path: Path) -> None:
+    """With phi = 0 and mu = 1: every run of a step was sampled by the weights that the step starts from."""
     seen: list[Any] = []
-    settings = load_config(config)
+    settings = load_config(config, ["rollout.staleness=0"])
     with Stack(settings, seen.append, base=tmp_path) as stack:
         before = evaluate(settings, stack.tasks, name="before", stack=stack)
         report = train(settings, stack=stack)
@@ -112,24 +113,20 @@ def test_it_trains_and_evaluates_on_one_stack(config: Path, tmp_path: Path) -> N
     assert kinds.count(events.RunStarted) == kinds.count(events.RunEnded) == 18 + 6 + 4
     assert kinds.count(events.CallRecorded) == 2 * (18 + 6 + 4)
     check_store(tmp_path, steps=3)
-    assert not any(path.name.startswith("v") for path in (tmp_path / "out").iterdir())
-
-
-def test_staleness_is_bounded(config: Path, tmp_path: Path) -> None:
-    """phi = 0 and mu = 1: every run of a step was sampled by the weights that the step starts from."""
-    settings = load_config(config, ["rollout.staleness=0"])
-    train(settings, base=tmp_path)
     state = fold(items(tmp_path))
     for step, kept in state.steps.items():
         for group in kept.groups:
             closed = state.groups[group].closed
             assert closed is not None
             assert state.versions[closed.dispatch_version] == (State.PUBLISHED, step - 1)
+    assert not any(path.name.startswith("v") for path in (tmp_path / "out").iterdir())
 
 
 def test_bursts_publish_every_mu_steps(config: Path, tmp_path: Path) -> None:
-    settings = load_config(config, ["rollout.publish_every=2", "rollout.staleness=0"])
+    """And calls of any temperature are trained."""
+    settings = load_config(config, ["rollout.publish_every=2", "rollout.staleness=0", "agent.options.temperature=0.5"])
     report = train(settings, base=tmp_path)
+    assert report.trained_tokens > 0 and "call_sampling" not in report.untrained
     assert report.versions == 2
     published = [kept for _, kept in sorted(fold(items(tmp_path)).versions.items())]
     assert published == [(State.PUBLISHED, 0), (State.PUBLISHED, 2), (State.PUBLISHED, 3)]
@@ -150,7 +147,7 @@ def test_a_trainer_killed_with_9_resumes_again_and_again(config: Path, tmp_path:
     options = ("--set", "train.save_every=2", "--steps", "4")
     before: list[Any] = []
     for reached in KILLED_AT.values():
-        process, past = start(config, *options), len(before)
+        process, past = Forked(config, *options), len(before)
         try:
             wait_for(tmp_path, lambda found, reached=reached, past=past: reached(found[past:]))
         finally:
@@ -158,7 +155,7 @@ def test_a_trainer_killed_with_9_resumes_again_and_again(config: Path, tmp_path:
             process.communicate()
         assert items(tmp_path)[: len(before)] == before
         before = items(tmp_path)
-    assert finish(start(config, *options))["steps"] == 4
+    assert finish(Forked(config, *options))["steps"] == 4
     assert items(tmp_path)[: len(before)] == before
     after = {item.group: item for item in items(tmp_path) if isinstance(item, GroupClosed)}
     assert all(after[item.group] == item for item in before if isinstance(item, GroupClosed))
@@ -167,7 +164,7 @@ def test_a_trainer_killed_with_9_resumes_again_and_again(config: Path, tmp_path:
 
 def test_what_a_killed_trainer_started_goes_on_under_the_next(config: Path, tmp_path: Path) -> None:
     """Killed after a step, with an engine in the middle of a publication: all that it says is checked anew."""
-    process = start(config)
+    process = Forked(config)
     try:
         wait_for(tmp_path, lambda found: fold(found).committed > 0)
         started = leashed(process.pid)
@@ -197,7 +194,7 @@ def test_what_a_killed_trainer_started_goes_on_under_the_next(config: Path, tmp_
 
 
 def test_nothing_is_left_of_a_killed_trainer_after_a_while(config: Path, tmp_path: Path) -> None:
-    process = start(config, "--set", "output.linger_s=0.1")
+    process = Forked(config, "--set", "output.linger_s=0.1")
     try:
         eventually(lambda: len(leashed(process.pid)) == 3)
         started = leashed(process.pid)
@@ -205,18 +202,6 @@ def test_nothing_is_left_of_a_killed_trainer_after_a_while(config: Path, tmp_pat
         process.kill()
         process.communicate()
     eventually(lambda: not any(map(alive, started)))
-
-
-def test_running_a_finished_training_again_does_nothing(config: Path, tmp_path: Path) -> None:
-    train(load_config(config, ["train.steps=1"]), base=tmp_path)
-    before = len(items(tmp_path))
-    report = train(load_config(config, ["train.steps=1"]), base=tmp_path)
-    assert (report.steps, report.resumed_from, report.runs) == (1, 1, 6)
-    added = items(tmp_path)[before:]
-    assert [type(item) for item in added] == [VersionAllocated, VersionPublished]  # its weights are served once more
-    longer = finish(start(config, "--steps", "2"))
-    assert (longer["steps"], longer["resumed_from"]) == (2, 1)
-    assert not any(isinstance(item, Resumed) for item in items(tmp_path))
 
 
 def test_processes_killed_with_9_come_back(config: Path, tmp_path: Path) -> None:
@@ -245,10 +230,17 @@ def test_processes_killed_with_9_come_back(config: Path, tmp_path: Path) -> None
 
 
 def test_lora_trains_publishes_and_resumes(tmp_path: Path) -> None:
+    """Running a training again that has its steps does nothing; with more steps it goes on."""
     config = make_training(tmp_path, CONFIG + "[policy.lora]\nr = 4\nalpha = 8\n")
     train(load_config(config, ["train.steps=2"]), base=tmp_path)
-    report = finish(start(config, "--steps", "3"))
-    assert (report["steps"], report["resumed_from"]) == (3, 2)
+    before = len(items(tmp_path))
+    report = train(load_config(config, ["train.steps=2"]), base=tmp_path)
+    assert (report.steps, report.resumed_from, report.runs) == (2, 2, 12)
+    added = items(tmp_path)[before:]
+    assert [type(item) for item in added] == [VersionAllocated, VersionPublished]  # its weights are served once more
+    longer = finish(Forked(config, "--steps", "3"))
+    assert (longer["steps"], longer["resumed_from"]) == (3, 2)
+    assert not any(isinstance(item, Resumed) for item in items(tmp_path))
     check_store(tmp_path, steps=3)
 
 
@@ -289,11 +281,6 @@ def test_what_the_trainer_cannot_compute_again_is_not_trained_and_counted(config
     assert report.untrained["call_sampling"] == 12 and report.untrained["run_without_targets"] == 6
 
 
-def test_calls_of_any_temperature_are_trained(config: Path, tmp_path: Path) -> None:
-    report = train(load_config(config, ["agent.options.temperature=0.5", "train.steps=1"]), base=tmp_path)
-    assert report.trained_tokens > 0 and "call_sampling" not in report.untrained
-
-
 def test_a_second_trainer_on_the_same_folder_is_refused(config: Path, tmp_path: Path) -> None:
     with Stack(load_config(config), base=tmp_path):
         with pytest.raises(SettingsError, match=r"output\.dir = .* is in use by another trainer"):
@@ -301,7 +288,7 @@ def test_a_second_trainer_on_the_same_folder_is_refused(config: Path, tmp_path: 
 
 
 def test_interrupting_leaves_a_store_to_resume_from(config: Path, tmp_path: Path) -> None:
-    process = start(config)
+    process = Forked(config)
     try:
         wait_for(tmp_path, KILLED_AT["a unit sealed"])
         process.send_signal(signal.SIGINT)

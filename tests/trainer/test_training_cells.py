@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from test_training import check_store, items, wait_for
-from training_kit import CONFIG, alive, leashed, make_training, start
+from training_kit import CONFIG, Forked, alive, leashed, make_training
 
 from gyre_sdk import events
 from gyre_sdk.trainer.cells.switch import Pausing
@@ -95,7 +95,7 @@ def test_cells_share_each_batch(tmp_path: Path) -> None:
 def test_the_core_is_killed_and_takes_up(tmp_path: Path) -> None:
     """Replicas, workers and proxy go on, whatever they were in the middle of, and the same command takes them over."""
     config = prepare(tmp_path, 2, "standing = 1")
-    process = start(config)
+    process = Forked(config)
     try:
         wait_for(tmp_path, lambda found: any(isinstance(item, StepCommitted) for item in found))
         started = leashed(process.pid)
