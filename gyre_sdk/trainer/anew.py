@@ -97,7 +97,11 @@ class Anew:
         for kept in list(open_now.iterdir()) if open_now.is_dir() else ():
             if int(kept.name) > 2:
                 _close_on_exec(int(kept.name))
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+        try:
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+        except OSError as error:
+            os.write(2, f"gyre-train: {what}; it cannot begin anew: {error}; run the same command again\n".encode())
+            os._exit(1)
 
     def untold(self) -> str | None:
         """Return why the program before this one hung; None where it did not, or that was asked before."""

@@ -135,6 +135,25 @@ def test_groups_close_and_are_handed_over(world: World) -> None:
     assert (told[0].scored, told[0].started, told[0].mean_reward, told[0].trainable) == (3, 3, 1.0, True)
 
 
+def test_fast_tasks_are_not_trained_more_than_slow_ones(world: World) -> None:
+    """Groups that close first wait for their turn: a step is made of what was planned next, not of what is there first."""
+    slow = threading.Event()
+    world.behave = lambda group, member: None if group > "group-000001" else assert_(slow.wait(60))
+    rollouts = world.rollouts(concurrency=12)
+    rollouts.start(0)
+    assert len(list(rollouts.closed(["group-000002", "group-000003"]))) == 2
+    step = rollouts.take()
+    assert step == ["group-000000", "group-000001"]
+    slow.set()
+    assert {item.group for item in rollouts.closed(step)} == set(step)
+    world.step(1, step)
+    assert rollouts.take() == ["group-000002", "group-000003"]
+
+
+def assert_(condition: bool) -> None:
+    assert condition
+
+
 def test_dispatch_waits_for_publication(world: World) -> None:
     rollouts = world.rollouts(staleness=1, publish_every=1)
     rollouts.start(0)
