@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -242,6 +242,7 @@ class LiveCall(ModelCall):
                 if task is not None:
                     task.uncancel()
                 event = self._cancelled
+                todo.clear()  # what was to come of the call does not any more
             except GyreError as error:
                 log.error("call %s: %s", self.exchange.call, error)
                 event = StoreFailed(str(error))
@@ -258,7 +259,7 @@ class LiveCall(ModelCall):
                 if self.intent.fork_reason is not None:
                     self._services.metrics.forks.add(self.intent.fork_reason)
                 if self.prompt_tokens > LARGE:
-                    await asyncio.to_thread(writes.intent_at_once, self.intent)
+                    await _whole(asyncio.to_thread(writes.intent_at_once, self.intent))
                 else:
                     writes.intent(self.intent, exchange)
             case FindReplica():
@@ -337,3 +338,13 @@ class LiveCall(ModelCall):
 
     def _store_failed(self, message: str) -> None:
         log.error("call %s: tokens could not be stored: %s", self.exchange.call, message)
+
+
+async def _whole(writing: Coroutine[Any, Any, None]) -> None:
+    """Wait for a write in a thread, to its end also where the wait is cancelled: the call's end is written after it."""
+    task = asyncio.ensure_future(writing)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

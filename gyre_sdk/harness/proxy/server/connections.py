@@ -127,6 +127,8 @@ class Connection(web.RequestHandler):
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """Answer what is not HTTP, and defects that no handler caught. Nothing that the client sent is logged."""
+        if isinstance(exc, ConnectionError):
+            raise exc  # the client is gone: nobody is to be told
         if request.writer.output_size > 0:
             raise ConnectionError("an answer has begun; another one cannot take its place")
         if status >= 500:

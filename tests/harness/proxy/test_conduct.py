@@ -1,0 +1,65 @@
+"""Calls that are ended at their very first step."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from proxy_toy import toy_template
+
+from gyre_sdk.harness.proxy.routing import ReplicaSpec
+from gyre_sdk.harness.proxy.server import ProxySettings
+from gyre_sdk.harness.proxy.server.budgets import Limits
+from gyre_sdk.harness.proxy.server.conduct import LARGE, Services
+from gyre_sdk.harness.proxy.server.conversations import Conversations
+from gyre_sdk.harness.proxy.server.fleet import Fleet
+from gyre_sdk.harness.proxy.server.intake import Asked, Intake
+from gyre_sdk.harness.proxy.server.protocols import DIALECTS
+from gyre_sdk.harness.proxy.server.state import Registry, RunState
+from gyre_sdk.harness.proxy.server.templates import Templates
+from gyre_sdk.harness.proxy.upstream import Upstream
+from gyre_sdk.journal import Journal
+from gyre_sdk.records import MAIN, CallStatus, LaneId, LaneRecord, RunId, RunRecord
+
+
+async def served(folder: Path, use: Callable[[Services, Registry], Awaitable[None]]) -> None:
+    """Give what serves calls, without HTTP in front; its replica refuses connections."""
+    settings = ProxySettings(store=folder / "s.db", model=folder, replicas=(ReplicaSpec("http://127.0.0.1:9"),))
+    upstream = Upstream(versions={})
+    await upstream.open()
+    with Journal(settings.store) as journal:
+        fleet = Fleet(upstream, settings.replicas)
+        services = Services(settings, journal, Templates(settings, toy_template()), fleet, asyncio.create_task)
+        try:
+            await use(services, Registry(journal, settings))
+        finally:
+            await fleet.close()
+            await upstream.close()
+
+
+@pytest.mark.parametrize("prompt", [10, LARGE + 10])
+def test_a_call_that_is_cancelled_before_its_first_step(tmp_path: Path, prompt: int) -> None:
+    """The agent is told why, and the end is on record behind the intent, which a thread writes where it is large."""
+
+    async def use(services: Services, registry: Registry) -> None:
+        run, main = RunId("r"), LaneRecord(LaneId("l"), RunId("r"), MAIN, MAIN, None, time.time())
+        services.journal.open_run(RunRecord(run=run, task="t", created_at=time.time()), main, "digest").result(30)
+        state = RunState(run, time.time(), Limits())
+        registry.open_run(state)
+        lane = registry.open_lane(state, main, "digest")
+        body = json.dumps({"messages": [{"role": "user", "content": "x" * prompt}]}).encode()
+        intake = Intake(services, Conversations(services.journal))
+        turn = await intake.turn(Asked(lane, DIALECTS["/v1/chat/completions"], body, None))
+        [call] = turn.calls
+        call.cancel("the run was closed")
+        await call.stopped()
+        assert call.error is not None and (call.error.status, call.error.code) == (403, "run_closed")
+
+    asyncio.run(served(tmp_path, use))
+    with Journal(tmp_path / "s.db", "r") as journal:
+        [call] = journal.calls()
+    assert call.status is CallStatus.ABORTED and call.error == "the run was closed" and len(call.prompt_ids) > prompt
