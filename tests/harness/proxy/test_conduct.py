@@ -19,7 +19,8 @@ from gyre_sdk.harness.proxy.server.conversations import Conversations
 from gyre_sdk.harness.proxy.server.fleet import Fleet
 from gyre_sdk.harness.proxy.server.intake import Asked, Intake
 from gyre_sdk.harness.proxy.server.protocols import DIALECTS
-from gyre_sdk.harness.proxy.server.state import Registry, RunState
+from gyre_sdk.harness.proxy.server.registry import Registry
+from gyre_sdk.harness.proxy.server.state import RunState
 from gyre_sdk.harness.proxy.server.templates import Templates
 from gyre_sdk.harness.proxy.upstream import Upstream
 from gyre_sdk.journal import Journal

@@ -15,7 +15,7 @@ from gyre_sdk.harness.proxy.server.delivery import Delivery
 from gyre_sdk.harness.proxy.server.intake import Asked, Intake
 from gyre_sdk.harness.proxy.server.prepare import count_prompt
 from gyre_sdk.harness.proxy.server.protocols import DIALECTS
-from gyre_sdk.harness.proxy.server.state import Registry
+from gyre_sdk.harness.proxy.server.registry import Registry
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

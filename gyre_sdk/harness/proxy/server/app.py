@@ -22,8 +22,8 @@ from gyre_sdk.harness.proxy.server.fleet import Fleet
 from gyre_sdk.harness.proxy.server.metrics import Metrics, MetricsPage, loopback
 from gyre_sdk.harness.proxy.server.provider import load_litellm, require_litellm
 from gyre_sdk.harness.proxy.server.refusals import of_status, refusal
+from gyre_sdk.harness.proxy.server.registry import Registry
 from gyre_sdk.harness.proxy.server.settings import ProxySettings, new_key
-from gyre_sdk.harness.proxy.server.state import Registry
 from gyre_sdk.harness.proxy.server.templates import Templates
 from gyre_sdk.harness.proxy.upstream import Upstream
 from gyre_sdk.journal import Journal

@@ -21,10 +21,11 @@ from gyre_sdk.harness.proxy.server.budgets import Limits, Prices, Spent, final_s
 from gyre_sdk.harness.proxy.server.conduct import Services
 from gyre_sdk.harness.proxy.server.lane_states import LaneOpened, LaneReleased, write_event
 from gyre_sdk.harness.proxy.server.model_call import OPEN
-from gyre_sdk.harness.proxy.server.prepare import abort_orphan
+from gyre_sdk.harness.proxy.server.orphans import abort_orphan
+from gyre_sdk.harness.proxy.server.registry import Registry
 from gyre_sdk.harness.proxy.server.replicas import ReplicaControl, describe
 from gyre_sdk.harness.proxy.server.settings import new_key
-from gyre_sdk.harness.proxy.server.state import Lane, Registry, RunState, key_digest, new_lane_id, new_run_id
+from gyre_sdk.harness.proxy.server.state import Lane, RunState, key_digest, new_lane_id, new_run_id
 from gyre_sdk.records import MAIN, SUBAGENT, GroupId, LaneId, LaneRecord, RunId, RunRecord, RunStatus
 from gyre_sdk.steering import HEADER, Steering
 

@@ -12,7 +12,8 @@ from gyre_sdk.harness.proxy.dialects import Dialect, ModelRequest
 from gyre_sdk.harness.proxy.server.conduct import LiveCall, Services
 from gyre_sdk.harness.proxy.server.conversations import Conversations
 from gyre_sdk.harness.proxy.server.model_call import ModelCall
-from gyre_sdk.harness.proxy.server.prepare import OFF_LOOP, close_attempts, new_turn, prepare, revive, track
+from gyre_sdk.harness.proxy.server.orphans import close_attempts, revive
+from gyre_sdk.harness.proxy.server.prepare import OFF_LOOP, new_turn, prepare, track
 from gyre_sdk.harness.proxy.server.protocols import RESPONSES
 from gyre_sdk.harness.proxy.server.state import Lane, Orphan, body_digest
 from gyre_sdk.harness.proxy.server.turns import Turn, repeated

@@ -1,10 +1,9 @@
-"""What the proxy knows of its runs: in memory while they are open, read back from the store when it has to be."""
+"""What the proxy knows of an open run: its lanes, its history, its calls, its budgets."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,25 +11,19 @@ from typing import Any
 import msgspec
 
 from gyre_sdk.errors import ProtocolError
-from gyre_sdk.harness.proxy.dialects.canonical import Message, ModelRequest
+from gyre_sdk.harness.proxy.dialects.canonical import ModelRequest
 from gyre_sdk.harness.proxy.dialects.history import History
 from gyre_sdk.harness.proxy.lanes import Classifier
-from gyre_sdk.harness.proxy.lanes.loading import load_classifier
-from gyre_sdk.harness.proxy.server.budgets import LIMIT_CODE, Limits, Spent, Usage, out_of_time
-from gyre_sdk.harness.proxy.server.hosted import spent_by
+from gyre_sdk.harness.proxy.server.budgets import LIMIT_CODE, Limits, Spent, Usage
 from gyre_sdk.harness.proxy.server.lane_budgets import LaneBudgets
-from gyre_sdk.harness.proxy.server.lane_states import LaneEvent, read_events, spent_event, write_event
-from gyre_sdk.harness.proxy.server.model_call import OPEN, ModelCall
+from gyre_sdk.harness.proxy.server.model_call import ModelCall
 from gyre_sdk.harness.proxy.server.names import fresh_name
 from gyre_sdk.harness.proxy.server.protocols import RESPONSES
 from gyre_sdk.harness.proxy.server.settings import ProxySettings
 from gyre_sdk.harness.proxy.server.shards import shard_of
 from gyre_sdk.harness.proxy.server.sorting import Sorter
 from gyre_sdk.harness.proxy.server.turns import Turn
-from gyre_sdk.journal import Journal, RecordedExchange
-from gyre_sdk.records import CallRecord, CallStatus, LaneId, LaneRecord, RunId, RunRecord, RunStatus
-
-_ANSWERED = (CallStatus.COMPLETE, CallStatus.DELIVERED)
+from gyre_sdk.records import CallRecord, LaneId, LaneRecord, RunId, RunStatus
 
 
 class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -181,195 +174,13 @@ class Orphan:
     """A recorded call whose process died, and what it was asked."""
 
     record: CallRecord
+    """Of one that has ended, without its prompt."""
     request: RequestRecord
     attempts: int
     messages: list[dict[str, Any]]
+    """Of one that is open."""
     answer: dict[str, Any] | None
-
-
-class Registry:
-    """Runs and keys of this process, and of the store."""
-
-    def __init__(self, journal: Journal, settings: ProxySettings) -> None:
-        self._journal = journal
-        self._settings = settings
-        self._keys: dict[str, Lane] = {}
-        self._runs: dict[RunId, RunState] = {}
-        self._loading = asyncio.Lock()
-
-    @property
-    def runs(self) -> list[RunState]:
-        """Runs in memory."""
-        return list(self._runs.values())
-
-    def calls_in_flight(self) -> int:
-        """Return how many calls are in flight."""
-        return sum(len(run.live) for run in self._runs.values())
-
-    def open_run(self, state: RunState) -> None:
-        """Keep a run that was just opened, or read back from the store."""
-        self._runs[state.run] = state
-        if state.limits.seconds is not None and state.spent is None:
-            left = state.created_at + state.limits.seconds - time.time()
-            state.alarm = asyncio.get_running_loop().call_later(max(left, 0.0), self._time_is_up, state)
-        self._watch(state)
-
-    def open_lane(self, state: RunState, record: LaneRecord, digest: str) -> Lane:
-        """Keep a lane that was just opened."""
-        lane = state.lanes[record.lane] = Lane(record, state)
-        return self._remember(digest, lane)
-
-    def take(self, state: RunState, event: LaneEvent) -> None:
-        """Bring a lane to an event that was just recorded."""
-        state.budgets.take(event)
-        self._watch(state)
-
-    def _watch(self, state: RunState) -> None:
-        state.budgets.watch(lambda lane: self._lane_is_late(state, lane))
-
-    def _lane_is_late(self, state: RunState, lane: LaneId) -> None:
-        [account] = [account for name, account in state.budgets.of(lane) if name == lane]
-        if account.spent is None:
-            spent = replace(out_of_time(account.limits), who=account.who)
-            state.spend_lane(lane, spent)
-            write_event(self._journal, state.run, spent_event(lane, spent), time.time())
-
-    def _remember(self, digest: str, lane: Lane) -> Lane:
-        lane.run.keys.append(digest)
-        return self._keys.setdefault(digest, lane)
-
-    def drop(self, run: RunId) -> None:
-        """Forget a run that ended."""
-        state = self._runs.pop(run, None)
-        if state is not None and state.alarm is not None:
-            state.alarm.cancel()
-        if state is not None:
-            state.budgets.close()
-        for digest in state.keys if state is not None else ():
-            self._keys.pop(digest, None)
-
-    def revoke(self, lane: Lane) -> None:
-        """Make a lane's keys open nothing."""
-        lane.revoked = True
-
-    async def lane(self, key: str) -> Lane:
-        """Return the lane that a key opens.
-
-        Raises:
-            ProtocolError: 401 for an unknown key, 403 for one of a run that ended.
-        """
-        digest = key_digest(key)
-        lane = self._keys.get(digest)
-        if lane is not None:
-            if lane.revoked:
-                raise ProtocolError("the API key was revoked", status=401, code="invalid_api_key")
-            return lane
-        record = await asyncio.to_thread(self._journal.lane_of_key, digest) if key else None
-        if record is None:
-            raise ProtocolError(
-                "the API key is missing or opens no run; take the key that `gyre.session` or `POST /gyre/v1/runs` gave",
-                status=401,
-                code="invalid_api_key",
-            )
-        state = await self.run(record.run)
-        if state is None:
-            raise ProtocolError(
-                f"run {record.run} has ended; its key opens nothing any more", status=403, code="run_ended"
-            )
-        lane = state.lanes.get(record.lane)
-        return self.open_lane(state, record, digest) if lane is None else self._remember(digest, lane)
-
-    async def run(self, run: RunId) -> RunState | None:
-        """Return an open run, from the store if need be; None when it is unknown or has ended."""
-        state = self._runs.get(run)
-        if state is None:
-            if shard_of(run, self._settings.shards) != self._settings.shard:
-                problem = f"run {run} belongs to another worker; ask the service's own address"
-                raise ProtocolError(problem, status=421, code="wrong_worker")
-            async with self._loading:
-                state = self._runs.get(run)
-                if state is None:
-                    state = await asyncio.to_thread(self._load, run)
-                    if state is not None:
-                        self.open_run(state)
-        return state
-
-    def _time_is_up(self, state: RunState) -> None:
-        if state.spent is None:
-            spent = out_of_time(state.limits)
-            state.spend(spent)
-            self._journal.spend_run(state.run, spent.status, spent.what)
-
-    def _load(self, run: RunId) -> RunState | None:
-        record = self._journal.run(run)
-        if record is None or record.status is not RunStatus.RUNNING:
-            return None
-        state = RunState(run, record.created_at, limits_of(record), training=record.group is not None)
-        name = record.metadata.get("classifier")
-        state.classifier = load_classifier(name) if name else None
-        for lane in self._journal.lanes(run):
-            state.lanes[lane.lane] = Lane(lane, state)
-        for event in read_events(self._journal, run):
-            state.budgets.take(event)
-        exchanges: dict[str, RecordedExchange] = {item.call: item for item in self._journal.exchanges(run)}
-        for call in self._journal.calls(run):
-            self._load_call(state, call, exchanges[call.call])
-        spent = self._journal.spent(run)
-        if spent is not None:
-            state.closed, state.spent = True, Spent(*spent)
-        return state
-
-    def _load_call(self, state: RunState, call: CallRecord, exchange: RecordedExchange) -> None:
-        request = msgspec.convert(exchange.request, RequestRecord)
-        self._sort_again(state, call, request, exchange)
-        answer = msgspec.convert(exchange.answer, Message) if exchange.answer is not None else None
-        prompt, sampled, cost = len(call.prompt_ids), len(call.sampled_ids), None
-        if request.hosted and answer is not None:
-            prompt, sampled, cost = spent_by(answer)
-        if call.status not in _ANSWERED:
-            sampled = 0
-        paid = self._settings.prices.of(prompt, sampled) if cost is None else cost
-        state.charge(call.lane, 1, prompt, sampled, paid)
-        if call.status in _ANSWERED and answer is not None:
-            messages = tuple(msgspec.convert(exchange.messages, list[Message]))
-            tools = request.shown_tools
-            history = state.hosted_history if request.hosted else state.history
-            history.add(
-                call.call,
-                call.lane,
-                tools,
-                messages,
-                answer,
-                call.prompt_ids,
-                call.sampled_ids,
-                call.parent,
-                call.shared,
-                prefill=request.prefill,
-            )
-        if call.status in OPEN or call.status in _ANSWERED:
-            attempts = len(self._journal.attempts(call.call))
-            state.orphans[(request.key_lane or call.lane, request.digest)].append(
-                Orphan(call, request, attempts, exchange.messages, exchange.answer)
-            )
-
-    def _sort_again(
-        self, state: RunState, call: CallRecord, request: RequestRecord, exchange: RecordedExchange
-    ) -> None:
-        key = state.lanes.get(request.key_lane or call.lane)
-        sorter = state.sorter(key.record) if key is not None else None
-        if sorter is None:
-            return
-        messages = msgspec.convert(exchange.messages, list[Message])
-        if not sorter.knows(call.lane):
-            sorter.opened(state.lanes[call.lane].record)
-        sorter.asked(call.lane, call.call, messages, request.shown_tools)
-        if exchange.answer is not None:
-            sorter.answered(call.lane, call.call, messages, msgspec.convert(exchange.answer, Message))
-
-
-def limits_of(record: RunRecord) -> Limits:
-    """Return the limits that a run was opened with."""
-    return msgspec.convert(record.metadata.get("limits") or {}, Limits)
+    prompt_tokens: int
 
 
 def new_run_id(settings: ProxySettings) -> RunId:
