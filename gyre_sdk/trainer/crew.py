@@ -52,7 +52,7 @@ class Crew:
             counters=self.counters,
             policy=policy,
             decide=decide,
-            load=LoadMeter(stack.journal, lambda: stack.replicas[0], rates=self._rates),
+            load=LoadMeter(stack.journal, self._rates),
             drain_s=settings.drain_s,
             patience=Patience(settings.drain_s, join_s=slow, leave_s=slow),
             runs_per_cell=settings.runs_per_cell

@@ -13,7 +13,7 @@ from gyre_sdk.harness.ports import Clock
 from gyre_sdk.trainer.cells.knee import Rates
 from gyre_sdk.trainer.cells.lookout import Lookout
 
-__all__ = ["RateMeter", "Reading", "reading"]
+__all__ = ["RateMeter", "Reading", "between", "cache_tokens", "reading"]
 
 _PERIOD_S = 2.0
 """Seconds between two looks."""
@@ -25,6 +25,10 @@ _ASKED = 32
 _SAMPLE = re.compile(
     r"^vllm:(generation_tokens_total|num_requests_running|num_requests_waiting)(?:\{.*\})? (\S+)$", re.MULTILINE
 )
+
+
+_CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
+_PAIR = re.compile(r'(\w+)="([^"]*)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,21 @@ def reading(metrics: str, at: float) -> Reading | None:
     return Reading(at, sums["generation_tokens_total"], sums["num_requests_running"] + sums["num_requests_waiting"])
 
 
+def cache_tokens(metrics: str) -> float | None:
+    """Return for how many tokens a replica holds keys and values, as its `/metrics` say; None where they do not.
+
+    vLLM's do; the embedded engine is bounded by its slots.
+    """
+    found = _CACHE.search(metrics)
+    if found is None:
+        return None
+    labels = dict(_PAIR.findall(found.group(1)))
+    try:
+        return float(labels["num_gpu_blocks"]) * float(labels["block_size"])
+    except (KeyError, ValueError):
+        return None
+
+
 def between(one: Reading, other: Reading) -> tuple[float, float] | None:
     """Return the requests and the tokens per second between two readings of a replica.
 
@@ -75,6 +94,10 @@ class RateMeter(Lookout):
         """Requests that all replicas had at the last look; None where none says."""
         self.busiest = 0.0
         """Requests that one replica had at most at the last look."""
+        self.looked = float("-inf")
+        """When the last look ended; seconds of the clock."""
+        self.kv_tokens: float | None = None
+        """Tokens whose keys and values a replica holds; None where none has said."""
         self._urls = urls
         self._clock = clock
         self._before: dict[str, Reading] = {}
@@ -90,6 +113,7 @@ class RateMeter(Lookout):
                 page = self._http.get(f"{url}/metrics").text
             except httpx.HTTPError:
                 continue
+            self.kv_tokens = self.kv_tokens or cache_tokens(page)
             said = reading(page, self._clock.monotonic())
             if said is not None:
                 found[url] = said
@@ -100,3 +124,4 @@ class RateMeter(Lookout):
         self._before = found
         self.busiest = max((said.calls for said in found.values()), default=0.0)
         self.calls = len(urls) * sum(said.calls for said in found.values()) / len(found) if found else None
+        self.looked = self._clock.monotonic()

@@ -158,7 +158,7 @@ def test_speed_bounds_what_a_cell_carries(tmp_path: Path, replica: str) -> None:
         meter.beat()
 
     with Journal(tmp_path / "s.db") as journal:
-        load = LoadMeter(journal, lambda: replica, clock, rates=meter)
+        load = LoadMeter(journal, meter, clock)
         assert load() == Load() and carried(load(), 32) == Capacity(32)
         for run in "ab":
             Talk(journal, run, group="g", member=0).turn([USER], says("one"), tokens=7)
@@ -166,10 +166,15 @@ def test_speed_bounds_what_a_cell_carries(tmp_path: Path, replica: str) -> None:
             look(calls)
         look(1)
         assert meter.calls == 2, "the replica that says nothing is like the others"
-        clock.now += 60
+        clock.now += 6
         assert load() == Load(useful_calls=meter.rates.knee, calls_per_run=1.0)
-        look(12)
+        clock.now += 600
+        assert load().calls_per_run == 1.0
+        look(3)
         clock.now += 60
+        assert load().calls_per_run == 1.0, "what was seen a minute ago says nothing of now"
+        look(12)
+        clock.now += 6
         assert load().calls_per_run == 1.0, "beyond the knee runs have more calls, since each takes longer"
         knee = meter.rates.knee
         assert knee is not None and 3 <= knee <= 4
