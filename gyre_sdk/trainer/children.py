@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import urllib.request
 from collections.abc import Callable
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 
 import httpx
@@ -25,6 +27,8 @@ from gyre_sdk.trainer.transports import Replica, Unready
 from gyre_sdk.trainer.weights import PolicyFiles
 
 Called = Callable[[str], None]
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Asks no proxy of the environment."""
 
 
 def cell_name(number: int) -> str:
@@ -107,6 +111,7 @@ def replica_spec(
         lingers=transport != "nccl",
         about=_state_of(*config.policy.model.iterdir()),
         fit=_tells_its_version,
+        answers=answers_within,
     )
     if engine.kind == "vllm":
         lora = config.policy.lora
@@ -168,6 +173,7 @@ def proxy_spec(config: TrainerConfig, key_file: Path, linger: Linger, on_ready: 
         # it holds the store open, so that a new one is another file
         about=f"{_state_of(*config.policy.model.iterdir())} {store and (store.st_dev, store.st_ino)}",
         fit=knows_the_key,
+        answers=answers_within,
     )
 
 
@@ -253,6 +259,17 @@ def _tells_its_version(url: str) -> bool:
             replica.version()
     except (httpx.HTTPError, Unready, PublishError):
         return False
+    return True
+
+
+def answers_within(url: str, seconds: float = 2.0) -> bool:
+    """Tell whether something answers, whatever it says; one that refuses connections is dead or starts, and not silent."""
+    try:
+        _DIRECT.open(f"{url}/health", timeout=seconds).close()
+    except OSError as error:
+        return not isinstance(getattr(error, "reason", error), TimeoutError)
+    except HTTPException:
+        return True
     return True
 
 

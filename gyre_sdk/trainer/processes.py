@@ -39,6 +39,8 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Asks no proxy of the environment."""
 _FIT_TIMEOUT = 30.0
 """Seconds that a process which is taken over may take to show that it is fit."""
+_LOOK = 5.0
+"""Seconds between two looks whether a child that is ready answers."""
 _INHERITED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "HF_HOME")
 """Variables of this process's environment that say what a child is, with `GYRE_*`. Others differ between terminals, and
 libraries set them when they are imported."""
@@ -76,6 +78,10 @@ class ChildSpec:
     """What it depends on besides its command and environment, such as a digest of the settings in a file."""
     fit: Callable[[str], bool] = lambda url: True
     """Asked with the URL of one that is to be taken over, until it says so; else that is ended, and another started."""
+    answers: Callable[[str], bool] | None = None
+    """Asked with the URL every few seconds once it is ready, for a short answer; None: it is not known whether it answers."""
+    silence: float = 600.0
+    """Seconds without an answer after which it is taken for hung, ended and started again."""
 
     def specification(self) -> str:
         """Return a digest of what is started: two with the same are the same."""
@@ -140,6 +146,9 @@ class Child:
         self._stopping = threading.Event()
         self._unwanted: tuple[int, str] = (0, "")
         """A process that is to be replaced, and why."""
+        self._looked = 0.0
+        self._silent = 0.0
+        """Seconds for which it has not answered; time in which nobody looked does not count."""
         self._started = threading.Event()
         self._failure: TrainerError | None = None
         self._thread = threading.Thread(target=self._supervise, name=f"supervise {spec.name}", daemon=True)
@@ -202,6 +211,7 @@ class Child:
                 reason = self._process.ended()
                 if reason is None and self._unwanted[0] == self._process.pid:
                     reason = self._unwanted[1]
+                reason = reason or self._hangs()
                 if reason is None:
                     continue
                 deaths.append(time.monotonic())
@@ -228,6 +238,18 @@ class Child:
             self._end_group()
             if self._berth is not None:
                 self._berth.clear()
+
+    def _hangs(self) -> str | None:
+        """Look now and then whether it answers; return in words that it has not for too long."""
+        now = time.monotonic()
+        if self.spec.answers is None or now - self._looked < _LOOK:
+            return None
+        self._looked = now
+        if self.spec.answers(self.url):
+            self._silent = 0.0
+            return None
+        self._silent += _LOOK
+        return f"no answer for {self._silent:.0f} s" if self._silent >= self.spec.silence else None
 
     def _start_here(self) -> Callable[[ChildSpec, int], Process]:
         spec, berth = self.spec, None
@@ -273,7 +295,7 @@ class Child:
         url = self._wait_ready(seen, again)
         if url is None:
             return False
-        self.url = url
+        self.url, self._silent = url, 0.0
         found = re.search(r":(\d+)$", url)
         if found:
             self._port = int(found.group(1))

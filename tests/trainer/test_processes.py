@@ -17,6 +17,8 @@ import pytest
 
 from gyre_sdk.errors import TrainerError
 from gyre_sdk.events import ProcessRestarted
+from gyre_sdk.trainer import processes
+from gyre_sdk.trainer.children import answers_within
 from gyre_sdk.trainer.processes import Child, ChildSpec
 
 SERVER = """
@@ -37,13 +39,16 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     children: list[Child] = []
 
-    def make(*arguments: str, observer: Any = lambda event: None, on_ready: Any = lambda url: None) -> Child:
+    def make(
+        *arguments: str, observer: Any = lambda event: None, on_ready: Any = lambda url: None, **more: Any
+    ) -> Child:
         spec = ChildSpec(
             "toy",
             lambda port: ["toy_server", str(port), *arguments],
             "toy ready on",
             tmp_path / "toy.log",
             on_ready=on_ready,
+            **more,
         )
         children.append(Child(spec, observer))
         return children[-1]
@@ -113,6 +118,31 @@ def test_a_child_that_hangs_is_replaced_once(toy: Callable[..., Child]) -> None:
     os.kill(second, signal.SIGKILL)
     eventually(lambda: len(seen) == 2)
     assert seen[1].reason == "signal SIGKILL" and alive(child.pid)
+
+
+def test_a_child_that_answers_no_more_is_replaced(toy: Callable[..., Child], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped: the kernel accepts its connections. One that is silent for a while only goes on."""
+    monkeypatch.setattr(processes, "_LOOK", 0.1)
+    seen: list[ProcessRestarted] = []
+    answered: list[bool] = []
+
+    def answers(url: str) -> bool:
+        answered.append(answers_within(url, 0.5))
+        return answered[-1]
+
+    child = toy(observer=seen.append, answers=answers, silence=0.35)
+    child.begin()
+    url, first = child.wait(), child.pid
+    eventually(lambda: answered[-2:] == [True, True])
+    os.kill(first, signal.SIGSTOP)
+    eventually(lambda: not all(answered))
+    os.kill(first, signal.SIGCONT)
+    eventually(lambda: answered[-2:] == [True, True])
+    assert not seen and child.pid == first
+    os.kill(first, signal.SIGSTOP)
+    eventually(lambda: len(seen) == 1)
+    assert seen[0].reason.startswith("no answer for") and child.url == url and not alive(first)
+    eventually(lambda: answered[-2:] == [True, True])
 
 
 def test_a_child_that_does_not_start_says_why(toy: Callable[..., Child], tmp_path: Path) -> None:
