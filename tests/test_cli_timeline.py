@@ -65,6 +65,16 @@ def test_text(capsys, store):
     assert "2 switches" in out
 
 
+def test_phases_are_shown_to_the_last(capsys, store):
+    phases = {f"phase-{number}": 0.5 for number in range(12)}
+    with Journal(store / "gyre.db") as journal:
+        switch = SwitchMeasured(1034.0, "core", "elsewhere", phases)
+        journal.append(STREAM, "SwitchMeasured", switch, at=1034.0).result()
+    _, out, _ = gyre(capsys, "timeline", store)
+    said = " ".join(out.split())
+    assert all(f"{name} 0.50" in said for name in phases) and "…" not in said
+
+
 def test_json(capsys, store):
     status, out, _ = gyre(capsys, "timeline", store, "--json")
     found = json.loads(out)
@@ -100,7 +110,10 @@ def test_trace_and_pictures(capsys, store, tmp_path):
     events = check_trace(trace.read_bytes())
     assert {event["name"] for event in events} >= {"training", "failed", "runs", "step 1", "version 1"}
     drawn = page.read_text()
-    assert drawn.count("<svg") == 1 and drawn.count("<rect") == 8 and ">core</text>" in drawn and "34.0 s" in drawn
+    assert drawn.count("<svg") == 1 and drawn.count("<rect") == 8 and ">core</text>" in drawn
+    assert (
+        ": 0:34, 37% of the cells&#x27; time idle</h2>" in drawn and "2 cells over 0:34, 1 steps, 1 versions" in drawn
+    )
     status, _, _ = gyre(capsys, "timeline", store, "--picture", image)
     assert status == 0 and image.read_bytes().startswith(b"\x89PNG")
 

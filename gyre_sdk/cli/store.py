@@ -141,9 +141,9 @@ def new_table(*names: str, right: tuple[int, ...] = ()) -> Table:
     return table
 
 
-def add_row(table: Table, *cells: str) -> None:
-    """Add a row; what would steer a terminal is shown escaped."""
-    table.add_row(*(Text(visible(cell, 80)) for cell in cells))
+def add_row(table: Table, *cells: str, limit: int = 80) -> None:
+    """Add a row; what would steer a terminal is shown escaped, what is longer than `limit` characters is cut."""
+    table.add_row(*(Text(visible(cell, limit)) for cell in cells))
 
 
 def print_table(table: Table, summary: str) -> None:

@@ -41,8 +41,7 @@ def timeline(
         except OSError as error:
             raise SettingsError(f"--out {out} cannot be written: {error}; name another file") from error
     if picture is not None:
-        title = f"{store}: {duration(found.span_s)}"
-        drawing.write(picture, str(store), [lanes.lanes(found, title)], _PICTURE)
+        drawing.write(picture, str(store), [lanes.lanes(found, store.name)], _PICTURE, _summary(found))
     if as_json:
         json_line(as_object(found))
     else:
@@ -107,13 +106,14 @@ def _show(found: Timeline) -> None:
     tokens = sum(cell.tokens for cell in found.cells.values())
     for cell in found.cells.values():
         add_row(table, *_row(cell, states, tokens))
-    print_table(table, _summary(found))
+    print_table(table, f"seconds; {_summary(found)}")
     if not found.costs:
         return
     costs = new_table("to", "switches", "mean s", "requests ended", "moved", "phases (mean s)", right=(1, 2, 3, 4))
     for to, cost in found.costs.items():
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in cost.phases.items())
-        add_row(costs, to, str(cost.count), f"{cost.mean_s:.2f}", str(cost.finished), str(cost.moved), phases)
+        figures = [str(cost.count), f"{cost.mean_s:.2f}", str(cost.finished), str(cost.moved)]
+        add_row(costs, to, *figures, phases, limit=400)
     print_table(costs, f"{len(found.switches)} switches")
 
 
@@ -127,7 +127,7 @@ def _row(cell: Cell, states: list[str], tokens: int) -> list[str]:
 
 
 def _summary(found: Timeline) -> str:
-    words = f"seconds; {len(found.cells)} cells over {duration(found.span_s)}, {len(found.steps)} steps,"
+    words = f"{len(found.cells)} cells over {duration(found.span_s)}, {len(found.steps)} steps,"
     words += f" {len(found.versions)} versions"
     if len(found.trainings) > 1:
         words += f", {len(found.trainings)} trainings, one after the other"

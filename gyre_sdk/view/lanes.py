@@ -1,13 +1,12 @@
-"""Lanes of cells as a picture: every cell's state over time, and below it water, capacity and ready work. SVG."""
+"""Lanes of cells: what a picture shows of a fleet, every cell's state over time, water, capacity and ready work."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from html import escape
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import NamedTuple
 
-from gyre_sdk.view.escape import visible
+from gyre_sdk.view.escape import duration, visible
 from gyre_sdk.view.timeline import Timeline
 
 COLOURS: Mapping[str, str] = {
@@ -21,10 +20,7 @@ COLOURS: Mapping[str, str] = {
 }
 UNNAMED = "#b9a7c9"
 """Of a state that has no colour of its own."""
-WIDTH, GRAPH = 1200, 90
-"""Of a picture, and the height of its curves."""
 CURVES: Mapping[str, str] = {"water (runs)": "#1d4f91", "capacity (runs)": "#9ec5ee", "ready work": "#b4451f"}
-_LEFT = 90
 _POINTS = 1200
 """Points of a curve: more than a screen shows."""
 _RARE = ("failed", "stopped")
@@ -47,6 +43,7 @@ class Point(NamedTuple):
     water: float
     capacity: float
     ready_s: float
+    """Cell-seconds."""
 
 
 class Lanes(NamedTuple):
@@ -69,11 +66,18 @@ class Lanes(NamedTuple):
         return [self.points[place * (number - 1) // (_POINTS - 1)] for place in range(_POINTS)]
 
 
-def lanes(found: Timeline, title: str) -> Lanes:
-    """Return what is drawn of a timeline."""
+def lanes(found: Timeline, name: str) -> Lanes:
+    """Return what is drawn of a timeline.
+
+    Args:
+        found: the timeline.
+        name: of what is drawn; the title adds how long it took and how much of the cells' time was idle.
+    """
     start = found.start
+    spent = sum(cell.span_s for cell in found.cells.values())
+    idle = sum(sum(cell.idle.values()) for cell in found.cells.values())
     return Lanes(
-        title,
+        f"{name}: {duration(found.span_s)}, {share(idle, spent)} of the cells' time idle",
         [visible(name, 14) for name in found.cells],
         [
             [Span(one.start - start, one.stop - start, one.state) for one in cell.intervals]
@@ -88,84 +92,14 @@ def lanes(found: Timeline, title: str) -> Lanes:
     )
 
 
-def page(title: str, drawn: Sequence[Lanes]) -> str:
-    """Return a page that needs nothing else; hovering a bar tells state and time."""
-    parts = "".join(f"<h2>{_text(one.title)}</h2>{svg(one, max(two.end for two in drawn))}" for one in drawn)
-    style = (
-        "body{font:14px system-ui,sans-serif;margin:2em;color:#222}h2{font-size:15px;margin:1.2em 0 .3em}"
-        "span{margin-right:1em;white-space:nowrap}i{display:inline-block;width:1em;height:.8em;margin-right:.3em}"
-        "svg{width:100%;height:auto}"
-    )
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>'
-        f"<style>{style}</style></head><body><h1>{_text(title)}</h1><p>{legend(drawn)}</p>{parts}</body></html>\n"
-    )
+def share(part: float, whole: float) -> str:
+    """Return a part of a whole in percent; of nothing it is none."""
+    return f"{part / whole if whole > 0 else 0.0:.0%}"
 
 
-def legend(drawn: Sequence[Lanes]) -> str:
-    """Return the colours in HTML."""
+def legend(drawn: Sequence[Lanes]) -> dict[str, str]:
+    """Return what the colours of some pictures mean: name -> colour."""
     used = {span.state for one in drawn for cell in one.cells for span in cell}
     shown = {state: colour for state, colour in COLOURS.items() if state not in _RARE or state in used}
     shown.update({visible(state, 20): UNNAMED for state in sorted(used - set(COLOURS))})
-    entries = [*shown.items(), *CURVES.items()]
-    return "".join(f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in entries)
-
-
-def svg(drawn: Lanes, longest: float | None = None) -> str:
-    """Return one fleet's picture as an element of HTML.
-
-    Args:
-        drawn: the fleet.
-        longest: seconds that the width stands for, where several pictures share an axis; by default its own.
-    """
-    longest = max(longest or drawn.end, 1e-6)
-    row = max(2.0, min(18.0, 360 / max(1, len(drawn.cells))))
-    scale = (WIDTH - _LEFT) / longest
-    top = row * len(drawn.cells) + 12
-    height = top + GRAPH + 22
-    unit, of = _unit(longest)
-    parts = [f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img">']
-    for number, (name, cell) in enumerate(zip(drawn.names, drawn.cells, strict=True)):
-        y = number * row
-        if row >= 10:
-            parts.append(f'<text x="0" y="{y + row - 4:.1f}" font-size="11">{escape(name)}</text>')
-        for span in cell:
-            x, width = _LEFT + span.start * scale, max((span.stop - span.start) * scale, 0.4)
-            parts.append(
-                f'<rect x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{row - 1:.1f}"'
-                f' fill="{COLOURS.get(span.state, UNNAMED)}"><title>{escape(visible(span.state, 40))}'
-                f" {span.start / of:.2f}-{span.stop / of:.2f} {unit}</title></rect>"
-            )
-    parts += _curves(drawn, scale, top)
-    for tick in range(9):
-        at = longest * tick / 8
-        x = _LEFT + at * scale
-        anchor = "end" if tick == 8 else "middle"
-        parts.append(
-            f'<text x="{x:.1f}" y="{height - 4:.0f}" font-size="11" text-anchor="{anchor}">{at / of:.1f} {unit}</text>'
-        )
-    return "".join([*parts, "</svg>"])
-
-
-def _text(text: str) -> str:
-    return escape(visible(text, 200))
-
-
-def _curves(drawn: Lanes, scale: float, top: float) -> Iterator[str]:
-    points = drawn.thinned()
-    if not points:
-        return
-    runs = max(1.0, *(max(point.water, point.capacity) for point in points))
-    work = max(1.0, *(point.ready_s for point in points))
-    for name, most in (("capacity", runs), ("water", runs), ("ready_s", work)):
-        colour = CURVES["ready work" if name == "ready_s" else f"{name} (runs)"]
-        line = " ".join(
-            f"{_LEFT + point.at * scale:.1f},{top + GRAPH * (1 - getattr(point, name) / most):.1f}" for point in points
-        )
-        yield f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.2"/>'
-    yield f'<text x="0" y="{top + 11:.0f}" font-size="11">{runs:.0f} runs</text>'
-
-
-def _unit(longest: float) -> tuple[str, float]:
-    """Return the unit of an axis and its seconds."""
-    return ("h", 3600.0) if longest >= 7200 else ("min", 60.0) if longest >= 120 else ("s", 1.0)
+    return {**shown, **CURVES}

@@ -279,7 +279,7 @@ class _Spare:
 
     def __init__(self, seen: list[CellsSeen], end: float) -> None:
         self._times = [one.at for one in seen] + [end]
-        self._shares = [_unused(one) for one in seen]
+        self._shares = [unused(one) for one in seen]
         self._sums = [0.0]
         for (start, stop), share in zip(pairwise(self._times), self._shares, strict=True):
             self._sums.append(self._sums[-1] + (stop - start) * share)
@@ -297,7 +297,8 @@ class _Spare:
         return self._sums[place] + (at - self._times[place]) * self._shares[place]
 
 
-def _unused(seen: CellsSeen) -> float:
+def unused(seen: CellsSeen) -> float:
+    """Return the share of the serving capacity that no run needed."""
     if not (isfinite(seen.capacity) and seen.capacity > 0):
         return 0.0
     return min(1.0, max(0.0, 1.0 - seen.water / seen.capacity))

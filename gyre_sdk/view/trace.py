@@ -1,7 +1,8 @@
 """A timeline as a trace file: Chrome's trace event format, JSON object form, which Perfetto and chrome://tracing open.
 
-One process is the fleet: counters of runs and cells, and instants for versions and steps. Each cell is a process with
-three threads: what it does, the phases of its switches, its units. Times are whole microseconds since the start.
+One process is the fleet: counters of runs, cells and idle ones, and instants for versions and steps. Each cell is a
+process with three threads: what it does, the phases of its switches, its units; its label says how long it was idle.
+Times are whole microseconds since the start.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import msgspec
 
 from gyre_sdk.events import SwitchMeasured, UnitsCommitted
-from gyre_sdk.view.timeline import Cell, Timeline
+from gyre_sdk.view.timeline import Cell, Role, Timeline, unused
 
 _FLEET = 1
 """Process number of the fleet; cells follow. 0 would mean the kernel to Perfetto."""
@@ -59,6 +60,9 @@ class _Writer:
             for number, thread in (fleet if pid == _FLEET else cell).items():
                 tid = pid * _THREADS + number
                 yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "ts": 0, "args": {"name": thread}}
+        for pid, one in enumerate(self._found.cells.values(), _FLEET + 1):
+            idle = ", ".join(f"{one.idle[role]:.1f} s {role}" for role in (Role.SERVING, Role.TRAINING))
+            yield {"ph": "M", "name": "process_labels", "pid": pid, "ts": 0, "args": {"labels": f"idle {idle}"}}
 
     def fleet(self) -> Iterator[dict[str, Any]]:
         """Yield what is of no cell alone."""
@@ -68,6 +72,9 @@ class _Writer:
             cells = {"serving": seen.serving, "training": seen.training, "moving": seen.moving}
             yield from self._counter(_FLEET, seen.at, "cells", cells)
             yield from self._counter(_FLEET, seen.at, "ready work (cell-seconds)", {"ready": seen.ready_s})
+            waiting = seen.training if seen.ready_s == 0 else 0
+            idle = {"serving": seen.serving * unused(seen), "training": waiting}
+            yield from self._counter(_FLEET, seen.at, "idle (cells)", idle)
         for version in found.versions:
             args = {"version": version.version, "published in (s)": version.seconds}
             yield self._instant(_FLEET, _VERSIONS, version.at, f"version {version.version}", args)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import struct
+import zlib
 from itertools import pairwise
 
 import msgspec
+import numpy as np
 import pytest
 from cell_events import EVENTS, SMALL, check_trace, moved, seen, told, walks
 from hypothesis import example, given, settings
@@ -14,7 +17,12 @@ from hypothesis import strategies as st
 from gyre_sdk.events import CellMoved, Event, ProcessRestarted, SwitchMeasured, UnitsCommitted
 from gyre_sdk.trainer.cells.state import CellState
 from gyre_sdk.view.cells import EventsMissed, RecordingStarted, read
-from gyre_sdk.view.lanes import COLOURS, Lanes, Point, Span, lanes, page, svg
+from gyre_sdk.view.drawing import Box, Line, Words
+from gyre_sdk.view.drawing import draw as shapes_of
+from gyre_sdk.view.lanes import COLOURS, Lanes, Point, Span, lanes
+from gyre_sdk.view.letters import ADVANCE, HEIGHT, pixels
+from gyre_sdk.view.page import page
+from gyre_sdk.view.raster import png
 from gyre_sdk.view.timeline import ROLES, UNKNOWN, Cell, Role, Timeline, timeline
 from gyre_sdk.view.trace import trace
 
@@ -237,10 +245,11 @@ def test_the_trace_of_a_small_training():
     assert units["args"] == {"step": 1, "units": 6, "tokens": 600, "seconds": 8.0}
     fleet = [event for event in events if event["pid"] == of["fleet"]]
     counters = [(event["name"], event["args"]) for event in fleet if event["ph"] == "C"]
-    assert counters[:3] == [
+    assert counters[:4] == [
         ("runs", {"water": 10, "capacity": 10.0}),
         ("cells", {"serving": 1, "training": 1, "moving": 0}),
         ("ready work (cell-seconds)", {"ready": 4.0}),
+        ("idle (cells)", {"serving": 0.0, "training": 0}),
     ]
     assert [event["name"] for event in fleet if event["ph"] == "i"] == ["training starts", "step 1", "version 1"]
 
@@ -267,11 +276,93 @@ def test_hostile_names_stay_text_in_the_picture():
     assert "<script>" not in drawn and "<img>" not in drawn and "<b>" not in drawn and "\x1b" not in drawn
 
 
-def test_axis_and_curves_of_the_picture():
-    for end, unit in ((90.0, "90.0 s"), (600.0, "10.0 min"), (36_000.0, "10.0 h")):
-        points = [Point(end * place / 5000, place, 5000, 0.0) for place in range(5001)]
-        one = Lanes("t", ["a"], [[Span(0.0, end, "serving")]], points, end)
-        drawn = svg(one)
-        assert f">{unit}</text>" in drawn and "5000 runs" in drawn
-        thin = one.thinned()
-        assert len(thin) == 1200 and (thin[0], thin[-1]) == (points[0], points[-1])
+def boxes_and_words(one: Lanes) -> tuple[list[Box], list[str]]:
+    shapes = shapes_of(one).shapes
+    return [shape for shape in shapes if isinstance(shape, Box)], [
+        shape.text for shape in shapes if isinstance(shape, Words)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("end", "ticks"),
+    [
+        (90.0, ["0", "10 s", "20 s", "30 s", "40 s", "50 s", "60 s", "70 s", "80 s", "90 s"]),
+        (600.0, ["0", "1 min", "2 min", "3 min", "4 min", "5 min", "6 min", "7 min", "8 min", "9 min", "10 min"]),
+        (36_000.0, ["0", "1 h", "2 h", "3 h", "4 h", "5 h", "6 h", "7 h", "8 h", "9 h", "10 h"]),
+        (53_000.0, ["0", "2 h", "4 h", "6 h", "8 h", "10 h", "12 h", "14 h"]),
+    ],
+)
+def test_axis_and_curves_of_the_picture(end: float, ticks: list[str]):
+    points = [Point(end * place / 5000, place, 5000, 7200.0 * place) for place in range(5001)]
+    one = Lanes("t", ["a"], [[Span(0.0, end, "serving")]], points, end)
+    _, words = boxes_and_words(one)
+    assert words == ["a", *ticks, "5000 runs", "10000 cell-h", "0"]
+    thin = one.thinned()
+    assert len(thin) == 1200 and (thin[0], thin[-1]) == (points[0], points[-1])
+
+
+def test_runs_change_at_moments_in_the_picture():
+    """Water that rises after an hour is not drawn as if it had risen all the time."""
+    points = [Point(0.0, 8, 8, 0.0), Point(10.0, 2, 8, 0.0), Point(90.0, 8, 4, 0.0)]
+    shapes = shapes_of(Lanes("t", ["a"], [[Span(0.0, 100.0, "serving")]], points, 100.0)).shapes
+    curves = [shape.points for shape in shapes if isinstance(shape, Line)][-2:]
+    for curve in curves:
+        assert all(x == after or y == below for (x, y), (after, below) in pairwise(curve))
+        assert curve[-1][0] == max(x for x, _ in curve) == pytest.approx(1200.0)
+
+
+def test_a_large_fleet_is_thinned_and_that_is_said():
+    cells = [[Span(0.0, 10.0, "serving")] for _ in range(1000)]
+    boxes, words = boxes_and_words(Lanes("t", [f"s{number}" for number in range(1000)], cells, [], 10.0))
+    assert len(boxes) == 167 and "one of 6 cells is shown, of 1000" in words
+    assert {"s0", "s36"} <= set(words) and "s6" not in words, "names do not run into each other"
+
+
+def test_idle_time_is_in_the_pictures_title():
+    found = timeline(SMALL)
+    assert lanes(found, "mine").title == "mine: 0:34, 37% of the cells' time idle"
+
+
+def dots(data: bytes) -> list[str]:
+    """Return the units of a picture in rows, `#` for what is not white."""
+    (width, height), at = struct.unpack(">II", data[16:24]), data.index(b"IDAT") + 4
+    size = struct.unpack(">I", data[at - 8 : at - 4])[0]
+    rows = np.frombuffer(zlib.decompress(data[at : at + size]), np.uint8).reshape(height, 1 + 3 * width)
+    dark = (rows[::2, 1:].reshape(-1, width, 3) < 255).any(axis=2)[:, ::2]
+    return ["".join("#" if one else "." for one in row) for row in dark]
+
+
+def is_said(text: str, picture: list[str]) -> bool:
+    """Tell whether a picture has a line of text somewhere."""
+    letters = ["".join("#" if one else "." for one in row) for row in pixels(text)]
+    for y in range(len(picture) - HEIGHT + 1):
+        x = picture[y].find(letters[0])
+        while x >= 0:
+            if all(picture[y + down].startswith(row, x) for down, row in enumerate(letters)):
+                return True
+            x = picture[y].find(letters[0], x + 1)
+    return False
+
+
+def test_an_image_says_what_the_page_says():
+    found = timeline(SMALL)
+    picture = dots(png("mine", [lanes(found, "mine"), lanes(found, "again")], "elastic loses to async"))
+    said = ["elastic loses to async", "serving", "draining", "training", "water (runs)", "ready work", "core", "s1"]
+    for text in [*said, "10 runs", "4 cell-s", "30 s"]:
+        assert is_said(text, picture), text
+    assert not is_said("elastic loses to asynk", picture)
+    assert dots(png("", [], "")), "nothing is a picture too"
+
+
+def test_every_letter_has_a_form_of_its_own():
+    forms = {pixels(chr(number)).tobytes() for number in range(ord("!"), ord("~") + 1)}
+    assert len(forms) == 94 and pixels("é").tobytes() == pixels("\u4e2d").tobytes() not in forms
+    assert pixels("ab").shape == (HEIGHT, 2 * ADVANCE) and not pixels(" ").any()
+
+
+def test_what_is_idle_is_in_the_trace():
+    events = check_trace(trace(timeline(SMALL)))
+    labels = [event["args"]["labels"] for event in events if event["name"] == "process_labels"]
+    assert labels == ["idle 2.5 s serving, 2.0 s training", "idle 0.0 s serving, 17.0 s training"]
+    idle = [event["args"] for event in events if event["name"] == "idle (cells)"]
+    assert idle == [{"serving": 0.0, "training": 0}, {"serving": 0.5, "training": 1}, {"serving": 1.0, "training": 1}]

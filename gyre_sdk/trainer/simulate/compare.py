@@ -261,8 +261,8 @@ def _figure(values: Sequence[float]) -> Figure:
     return Figure(fmean(values), stdev(values) if len(values) > 1 else 0.0)
 
 
-def draw_timeline(scenario: Scenario, path: Path, store: Recorded | None = None) -> None:
-    """Draw `colocate`, the fair fixed split and `elastic` on the first seed.
+def draw_timeline(scenario: Scenario, path: Path, store: Recorded | None = None, note: str = "") -> None:
+    """Draw `colocate`, the fair fixed split and `elastic` on the first seed; `note` is said above them.
 
     Raises:
         SettingsError: the file's ending is not one of a picture, or it cannot be written.
@@ -276,4 +276,4 @@ def draw_timeline(scenario: Scenario, path: Path, store: Recorded | None = None)
         ELASTIC: controls.elastic(tuned(scenario, others)),
     }
     lanes = [timeline.lane(name, setup.run(scenario, workload, record=True)) for name, setup in setups.items()]
-    timeline.write(path, scenario.name, lanes)
+    timeline.write(path, scenario.name, lanes, note=note)
