@@ -30,20 +30,27 @@ _PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "
 def command(
     config: Annotated[Path, typer.Argument(help="TOML file; see the user guide for its keys.")],
     steps: Annotated[int | None, typer.Option(help="Train to this many steps; sets train.steps.")] = None,
+    launcher: Annotated[
+        str | None, typer.Option(metavar="local|ray", help="Where cells run; sets cells.launcher.")
+    ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set any key.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Print lines in place of the live view.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the report as one JSON line at the end.")] = False,
     evaluate: Annotated[str | None, typer.Option(help="Evaluate under this name; do not train.")] = None,
 ) -> None:
     """Train the policy of a config on what its agent does; run it again to resume."""
-    raise typer.Exit(_guarded(config, steps, set_ or [], plain, json_, evaluate))
+    raise typer.Exit(_guarded(config, overrides(steps, launcher, set_), plain, json_, evaluate))
 
 
-def _guarded(
-    config: Path, steps: int | None, pairs: list[str], plain: bool, as_json: bool, evaluation: str | None
-) -> int:
+def overrides(steps: int | None, launcher: str | None, pairs: Sequence[str] | None) -> list[str]:
+    """Return what options say of the settings, as `KEY=VALUE`; those that name their key come last."""
+    named = {"train.steps": steps, "cells.launcher": launcher}
+    return [*(pairs or ()), *(f"{key}={value}" for key, value in named.items() if value is not None)]
+
+
+def _guarded(config: Path, pairs: list[str], plain: bool, as_json: bool, evaluation: str | None) -> int:
     try:
-        return _run(config, steps, pairs, plain, as_json, evaluation)
+        return _run(config, pairs, plain, as_json, evaluation)
     except SettingsError as error:
         sys.stderr.write(f"gyre-train: {error}\n")
         return MISCONFIGURED
@@ -61,12 +68,11 @@ def _require_packages() -> None:
         raise SettingsError(f"training needs {', '.join(missing)}; run: pip install 'gyre-sdk[train]'")
 
 
-def _run(path: Path, steps: int | None, pairs: list[str], plain: bool, as_json: bool, evaluation: str | None) -> int:
+def _run(path: Path, pairs: list[str], plain: bool, as_json: bool, evaluation: str | None) -> int:
     from gyre_sdk.trainer.config import load_config
     from gyre_sdk.trainer.team import follow, join, place
 
-    overrides = [*pairs, *([] if steps is None else [f"train.steps={steps}"])]
-    config = load_config(path, overrides)
+    config = load_config(path, pairs)
     _require_packages()
     quiet_libraries()
     where = place(os.environ)
@@ -121,15 +127,20 @@ def _view(plain: bool) -> AbstractContextManager[Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; return the exit status."""
     before = signal.signal(signal.SIGTERM, _interrupt)
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(command)
     try:
-        app(args=None if argv is None else list(argv), prog_name="gyre-train")
+        application()(args=None if argv is None else list(argv), prog_name="gyre-train")
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else DONE
     finally:
         signal.signal(signal.SIGTERM, before)
     return DONE
+
+
+def application() -> typer.Typer:
+    """Return the command line."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(command)
+    return app
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
