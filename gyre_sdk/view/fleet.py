@@ -13,6 +13,7 @@ from rich.text import Text
 
 from gyre_sdk.view.escape import count, duration, visible
 from gyre_sdk.view.state import CellView, State
+from gyre_sdk.view.timeline import idle_cells
 
 _WIDE, _HIGH = 78, 30
 """Size of a page from which on each cell is shown."""
@@ -76,6 +77,7 @@ def _counts(state: State) -> Text:
         found.append(f"{seen.serving} serving, {seen.training} training, {seen.moving} moving")
         limit = f" ({visible(seen.limit, 8)})" if seen.limit not in ("", "settings") else ""
         found.append(f"   runs {seen.water}/{_number(seen.capacity)}{limit}   ready {_number(seen.ready_s)} cell-s")
+        found.append(f"   idle {sum(idle_cells(seen).values()):.2g} cells")
     for to, switch in state.switches.items():
         mean = _number(switch.seconds / switch.count, ".1f")
         found.append(f"   {switch.count} to {visible(to, 12)} ({mean} s)", style="dim")

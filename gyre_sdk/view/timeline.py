@@ -304,6 +304,11 @@ def unused(seen: CellsSeen) -> float:
     return min(1.0, max(0.0, 1.0 - seen.water / seen.capacity))
 
 
+def idle_cells(seen: CellsSeen) -> dict[str, float]:
+    """Return how many cells had nothing to do at a look, by role: serving without a run for it, training without work."""
+    return {"serving": seen.serving * unused(seen), "training": 0.0 if seen.ready_s else float(seen.training)}
+
+
 def _seconds(value: float) -> float:
     """Return a duration that can be added up."""
     return value if isfinite(value) and value > 0 else 0.0

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from gyre_sdk.events import SwitchMeasured, UnitsCommitted
-from gyre_sdk.view.timeline import Cell, Role, Timeline, unused
+from gyre_sdk.view.timeline import Cell, Role, Timeline, idle_cells
 
 _FLEET = 1
 """Process number of the fleet; cells follow. 0 would mean the kernel to Perfetto."""
@@ -72,9 +72,7 @@ class _Writer:
             cells = {"serving": seen.serving, "training": seen.training, "moving": seen.moving}
             yield from self._counter(_FLEET, seen.at, "cells", cells)
             yield from self._counter(_FLEET, seen.at, "ready work (cell-seconds)", {"ready": seen.ready_s})
-            waiting = seen.training if seen.ready_s == 0 else 0
-            idle = {"serving": seen.serving * unused(seen), "training": waiting}
-            yield from self._counter(_FLEET, seen.at, "idle (cells)", idle)
+            yield from self._counter(_FLEET, seen.at, "idle (cells)", idle_cells(seen))
         for version in found.versions:
             args = {"version": version.version, "published in (s)": version.seconds}
             yield self._instant(_FLEET, _VERSIONS, version.at, f"version {version.version}", args)

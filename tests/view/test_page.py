@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from pathlib import Path
 
@@ -149,7 +150,7 @@ def test_cells_have_their_place_on_the_page(width, height, number):
         room = 3 * ((width - 4) // 36)
         assert (int(shown[1]) if shown else 0) == (number - room + 1 if number > room else 0)
     if width >= 120:
-        assert "1 to training (4.0 s)" in counts
+        assert "   idle 0.5 cells   1 to training (4.0 s)" in counts
     if number == 3 and width >= 78 and height >= 30:
         assert re.search(r"satellit… +training +0:59 +1.20k u", page)
 
@@ -159,6 +160,16 @@ def test_what_bounds_the_runs_of_cells_is_shown(limit, shown):
     state = with_cells(3)
     state.apply(CellsSeen(62.0, 12, 16.0, 2, 3, 1, 40.0, limit))
     assert shown in drawn(state, 120, 36)
+
+
+@pytest.mark.parametrize(
+    ("water", "capacity", "ready", "idle"),
+    [(16, 16.0, 40.0, "0"), (0, 16.0, 40.0, "2"), (4, 16.0, 0.0, "4.5"), (4, math.nan, math.nan, "0")],
+)
+def test_idle_cells_are_on_the_page(water, capacity, ready, idle):
+    state = with_cells(3)
+    state.apply(CellsSeen(62.0, water, capacity, 2, 3, 1, ready))
+    assert f"   idle {idle} cells   1 to training" in drawn(state, 120, 36)
 
 
 def test_a_training_without_cells_has_no_such_panel():
