@@ -85,6 +85,8 @@ def problems(options: argparse.Namespace) -> dict[str, str]:
     quiet_libraries()
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        # of GiB, for the keys and values of a replica of vLLM: each would take half of the machine's memory
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     else:  # all processes of all cells see this one
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     import torch
