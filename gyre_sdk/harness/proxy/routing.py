@@ -110,6 +110,14 @@ class Load:
     """What requests named at the choice."""
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What is kept for an attempt at the replica where it will go on if it does not end where it is."""
+
+    replica: Replica
+    tokens: int
+
+
 @dataclass(slots=True)
 class _Home:
     """Where a run's latest attempt went."""
@@ -230,6 +238,21 @@ class Routes:
             load.closed = True
             load.replica.calls -= 1
             load.replica.tokens -= load.tokens
+
+    def reserve(self, load: Load) -> Room | None:
+        """Choose where an attempt would go on, and count its load there, so that others spread; None when none serves.
+
+        Its run is at home there from now on. To be freed when the attempt has ended, however it did.
+        """
+        there = self.choose(Need(load.run, load.tokens - load.left, load.left, version=load.version))
+        if there is None:
+            return None
+        there.replica.calls -= 1  # nothing runs there yet
+        return Room(there.replica, there.tokens)
+
+    def free(self, room: Room) -> None:
+        """Count what was kept no more."""
+        room.replica.tokens -= room.tokens
 
     def forget(self, run: str) -> None:
         """Drop what is known of a run that ended."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from proxy_engine import ScriptedEngine, Step, Tokens, Wait, say
+from proxy_engine import Error, ScriptedEngine, Step, Tokens, Wait, say
 from proxy_kit import Proxy, content_of, running, sse
 from proxy_toy import END, toy_template
 
@@ -237,6 +237,39 @@ def test_drain_lets_calls_end_within_the_bound(model: Path, tmp_path: Path) -> N
             }  # fmt: skip
 
 
+@pytest.mark.parametrize("how", ["ends there", "is cut", "stays"])
+def test_room_is_kept_before_a_drain_where_calls_will_go_on(model: Path, tmp_path: Path, how: str) -> None:
+    """Counted at the others as long as it lasts, one call at each, so that what is new reckons with it."""
+    gate = threading.Event()
+    with ScriptedEngine(halting(gate)) as first, ScriptedEngine(complete) as second, ScriptedEngine(complete) as third:
+        with proxy_of(model, tmp_path, first, flush=0.0, gather=1) as proxy:
+
+            def kept() -> list[tuple[int, bool]]:
+                found = replicas(proxy)
+                return [(found[engine.url]["calls"], found[engine.url]["tokens"] > 0) for engine in (second, third)]
+
+            with in_flight(proxy, first, 2) as futures, ThreadPoolExecutor(1) as pool:
+                for engine in (second, third):
+                    proxy.control.post("/replicas", json={"url": engine.url})
+                assert kept() == [(0, False), (0, False)]
+                seconds = 0.3 if how == "is cut" else 25
+                drained = pool.submit(
+                    proxy.control.post, "/replicas/drain", json={"url": first.url, "seconds": seconds}
+                )
+                if how != "is cut":
+                    until(lambda: kept() == [(0, True), (0, True)], "room is kept at both")
+                if how == "stays":
+                    proxy.control.post("/replicas", json={"url": first.url})
+                    assert drained.result(30).json() == {"finished": 0, "moved": 0}
+                if how != "is cut":
+                    gate.set()
+                assert [future.result(30) for future in futures] == ["ABCD"] * 2
+                drained.result(30)
+                assert (len(second.log), len(third.log)) == ((1, 1) if how == "is cut" else (0, 0))
+                assert kept() == [(0, False), (0, False)]
+                gate.set()
+
+
 def test_drain_moves_what_is_left_after_the_bound(model: Path, tmp_path: Path) -> None:
     """Asked to abort by the engine's own ids; an engine that does not comply is left alone."""
     gate = threading.Event()
@@ -281,12 +314,27 @@ def test_removing_a_replica_moves_its_calls(model: Path, tmp_path: Path) -> None
             gate.set()
 
 
+def test_a_password_in_a_replicas_address_is_not_shown(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither to the agent, nor in a log, nor with the numbers."""
+    with ScriptedEngine(lambda request, number: [Error()]) as first:
+        secret = "pass-Zq7f3a9c1b"
+        url = first.url.replace("//", f"//user:{secret}@")
+        with running(model, tmp_path / "store.db", url, retry_pause=0.0) as proxy:
+            broken = proxy.chat(proxy.run(), BODY)
+            shown = [broken.text, proxy.http.get("/metrics").text, caplog.text]
+        assert "engine dead" in broken.text and "replica http://127.0.0.1:" in broken.text
+        assert all(secret not in text for text in shown)
+
+
 def test_the_control_api_says_what_is_wrong(model: Path, tmp_path: Path) -> None:
     with proxy_of(model, tmp_path) as proxy:
         control = proxy.control
         assert control.delete("/replicas", params={"url": "http://x"}).status_code == 404
         assert control.post("/replicas/drain", json={"url": "http://x"}).status_code == 404
-        assert control.post("/replicas", json={"url": "x"}).status_code == 400
+        for wrong in ("x", "http://", "http://x:99999", "http://x:port", "http://x /", "http://[x"):
+            assert control.post("/replicas", json={"url": wrong}).status_code == 400
         assert control.post("/replicas", json={"url": "http://x", "colour": 1}).status_code == 400
         assert control.put("/replicas", json={"replicas": [{"url": "ftp://x"}]}).status_code == 400
         bad = control.post("/replicas/drain", json={"url": "http://x", "seconds": -1})
