@@ -6,7 +6,7 @@ Only the paths named here are ever asked for, so a replica's other endpoints can
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from enum import StrEnum
 from functools import partial
 
@@ -15,7 +15,7 @@ import msgspec
 
 from gyre_sdk.errors import ReplicaError
 from gyre_sdk.harness.proxy.generate import Piece, Reading, refusal, request_body
-from gyre_sdk.harness.proxy.wire import Reply, Wire
+from gyre_sdk.harness.proxy.wire import Reply, Wire, without_password
 from gyre_sdk.records import Sampling
 
 ABORT_PREFIX = "generate-tokens-"
@@ -69,6 +69,11 @@ class Upstream:
         self._session = aiohttp.ClientSession(
             connector=connector, timeout=timeout, headers=self._headers, read_bufsize=1 << 18, trust_env=False
         )
+
+    def keep(self, urls: Collection[str]) -> None:
+        """Forget all other replicas than these."""
+        self._silent.intersection_update(urls)
+        self._wire.keep(urls)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -128,12 +133,13 @@ class Upstream:
             told,
         )
         body = await asyncio.to_thread(asked) if len(prompt) > _LARGE else asked()
-        reading = Reading(url, self._versions, version, candidates > 0)
+        name = without_password(url)
+        reading = Reading(name, self._versions, version, candidates > 0)
         try:
             reply, finished = await self._wire.post(url, "/inference/v1/generate", body, request_id), False
             try:
                 if reply.status != 200:
-                    raise refusal(url, reply.status, await reply.read())
+                    raise refusal(name, reply.status, await reply.read())
                 while chunk := await reply.read_any(_GATHER_SECONDS if interval > 1 else 0.0):
                     piece = reading.take(chunk)
                     if piece is not None:
@@ -146,8 +152,8 @@ class Upstream:
             finally:
                 reply.close(nearly_over=finished)
         except (TimeoutError, OSError) as error:
-            raise ReplicaError(f"replica {url} broke off: {type(error).__name__}: {error}") from error
-        raise ReplicaError(f"replica {url} ended the stream without a finish reason")
+            raise ReplicaError(f"replica {name} broke off: {type(error).__name__}: {error}") from error
+        raise ReplicaError(f"replica {name} ended the stream without a finish reason")
 
     async def abort(self, url: str, request_id: str) -> None:
         """Ask a replica to stop a request; failures do not matter, the answer would be thrown away."""

@@ -10,7 +10,7 @@ import asyncio
 import base64
 import ssl
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import cast
 from urllib.parse import unquote, urlsplit
 
@@ -21,6 +21,11 @@ _IDLE_SECONDS = 4.0
 """vLLM closes idle connections after 5 s; one that is about to close must not be written to."""
 _HELD = 1 << 18
 """Bytes of an answer that may wait to be read before the connection is told to stop."""
+
+
+def without_password(url: str) -> str:
+    """Return an address as it may be shown: without the name and the password that it may hold."""
+    return url.replace(f"{urlsplit(url).netloc.rpartition('@')[0]}@", "", 1) if "@" in url else url
 
 
 class Reply:
@@ -100,6 +105,13 @@ class Wire:
         pool = self._pools.get(url)
         return pool is not None and pool.ready
 
+    def keep(self, urls: Collection[str]) -> None:
+        """Close what is idle for too long, and all that is idle to other replicas than these."""
+        for url, pool in list(self._pools.items()):
+            pool.trim()
+            if url not in urls:
+                self._pools.pop(url).close()
+
     def close(self) -> None:
         """Close all idle connections."""
         for pool in self._pools.values():
@@ -124,6 +136,7 @@ class _Pool:
         )
         self._loop = asyncio.get_running_loop()
         self._idle: list[tuple[float, _Connection]] = []
+        self._closed = False
 
     def head(self, path: str, size: int, request_id: str) -> bytes:
         """Return the head of a request."""
@@ -156,14 +169,24 @@ class _Pool:
         """Keep a connection whose answer is complete, or nearly so; close another one."""
         if nearly_over and not connection.reusable:
             connection.drop_rest(self.give_back)
-        elif connection.reusable:
-            self._idle = [entry for entry in self._idle if entry[1].open] if len(self._idle) > 64 else self._idle
+        elif connection.reusable and not self._closed:
             self._idle.append((self._loop.time(), connection))
         else:
             connection.abort()
 
+    def trim(self) -> None:
+        """Close what has been idle for long."""
+        kept, now = [], self._loop.time()
+        for since, connection in self._idle:
+            if connection.open and now - since < _IDLE_SECONDS:
+                kept.append((since, connection))
+            else:
+                connection.abort()
+        self._idle = kept
+
     def close(self) -> None:
-        """Close what is idle."""
+        """Close what is idle, and what is given back from now on."""
+        self._closed = True
         for _, connection in self._idle:
             connection.abort()
         self._idle.clear()

@@ -1,4 +1,4 @@
-"""Calls that are ended at their very first step."""
+"""Calls that are ended at their very first step, or before."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from gyre_sdk.harness.proxy.server.conduct import LARGE, Services
 from gyre_sdk.harness.proxy.server.conversations import Conversations
 from gyre_sdk.harness.proxy.server.fleet import Fleet
 from gyre_sdk.harness.proxy.server.intake import Asked, Intake
+from gyre_sdk.harness.proxy.server.prepare import OFF_LOOP
 from gyre_sdk.harness.proxy.server.protocols import DIALECTS
 from gyre_sdk.harness.proxy.server.registry import Registry
-from gyre_sdk.harness.proxy.server.state import RunState
+from gyre_sdk.harness.proxy.server.state import Lane, RunState
 from gyre_sdk.harness.proxy.server.templates import Templates
 from gyre_sdk.harness.proxy.upstream import Upstream
 from gyre_sdk.journal import Journal
@@ -42,19 +43,27 @@ async def served(folder: Path, use: Callable[[Services, Registry], Awaitable[Non
             await upstream.close()
 
 
+def opened(services: Services, registry: Registry) -> Lane:
+    """Open a run; give its main lane."""
+    run, main = RunId("r"), LaneRecord(LaneId("l"), RunId("r"), MAIN, MAIN, None, time.time())
+    services.journal.open_run(RunRecord(run=run, task="t", created_at=time.time()), main, "digest").result(30)
+    state = RunState(run, time.time(), Limits())
+    registry.open_run(state)
+    return registry.open_lane(state, main, "digest")
+
+
+def asked(lane: Lane, prompt: int) -> Asked:
+    """Return a chat of so many characters."""
+    body = json.dumps({"messages": [{"role": "user", "content": "x" * prompt}]}).encode()
+    return Asked(lane, DIALECTS["/v1/chat/completions"], body, None)
+
+
 @pytest.mark.parametrize("prompt", [10, LARGE + 10])
 def test_a_call_that_is_cancelled_before_its_first_step(tmp_path: Path, prompt: int) -> None:
     """The agent is told why, and the end is on record behind the intent, which a thread writes where it is large."""
 
     async def use(services: Services, registry: Registry) -> None:
-        run, main = RunId("r"), LaneRecord(LaneId("l"), RunId("r"), MAIN, MAIN, None, time.time())
-        services.journal.open_run(RunRecord(run=run, task="t", created_at=time.time()), main, "digest").result(30)
-        state = RunState(run, time.time(), Limits())
-        registry.open_run(state)
-        lane = registry.open_lane(state, main, "digest")
-        body = json.dumps({"messages": [{"role": "user", "content": "x" * prompt}]}).encode()
-        intake = Intake(services, Conversations(services.journal))
-        turn = await intake.turn(Asked(lane, DIALECTS["/v1/chat/completions"], body, None))
+        turn = await Intake(services, Conversations(services.journal)).turn(asked(opened(services, registry), prompt))
         [call] = turn.calls
         call.cancel("the run was closed")
         await call.stopped()
@@ -64,3 +73,22 @@ def test_a_call_that_is_cancelled_before_its_first_step(tmp_path: Path, prompt: 
     with Journal(tmp_path / "s.db", "r") as journal:
         [call] = journal.calls()
     assert call.status is CallStatus.ABORTED and call.error == "the run was closed" and len(call.prompt_ids) > prompt
+
+
+def test_a_run_that_is_closed_while_a_request_is_prepared(tmp_path: Path) -> None:
+    """Its calls are not begun: nobody would end them."""
+
+    async def use(services: Services, registry: Registry) -> None:
+        lane = opened(services, registry)
+        asking = asyncio.create_task(Intake(services, Conversations(services.journal)).turn(asked(lane, OFF_LOOP + 10)))
+        async with asyncio.timeout(60):
+            while not any(lane.run.turns.values()):  # noqa: ASYNC110  nothing tells of it
+                await asyncio.sleep(0)
+        lane.run.closed = True
+        turn = await asking
+        assert turn.problem is not None and turn.problem.code == "run_closed"
+        assert not lane.run.live and not any(lane.run.turns.values())
+
+    asyncio.run(served(tmp_path, use))
+    with Journal(tmp_path / "s.db", "r") as journal:
+        assert list(journal.calls()) == []

@@ -30,12 +30,13 @@ class Engine:
 
     def __init__(self, serve: Serve) -> None:
         self.requests: list[bytes] = []
-        self.connections = 0
+        self.connections = self.open = 0
         self._serve = serve
         self.url = ""
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        self.open += 1
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -47,6 +48,7 @@ class Engine:
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
+            self.open -= 1
             writer.close()
 
 
@@ -113,6 +115,39 @@ def test_requests_carry_their_path_id_headers_and_body() -> None:
     assert b"X-Request-Id: call-7\r\n" in first and b"Authorization: Bearer secret\r\n" in first
     assert first.endswith(b'\r\n\r\n{"a": 1}')
     assert b"Authorization: Basic dXNlcjpwQHNz\r\n" in second and second.endswith(b"x" * 3_000_000)
+
+
+def test_connections_of_replicas_that_are_gone_are_closed() -> None:
+    """Those that are idle at once, one that is in use when its answer has been read."""
+    held = asyncio.Event()
+
+    async def serve(request: bytes, writer: asyncio.StreamWriter) -> None:
+        if b"slow" in request:
+            await held.wait()
+        writer.write(OK + b"Content-Length: 2\r\n\r\nhi")
+
+    async def run() -> None:
+        async with engine(serve) as kept, engine(serve) as gone:
+            wire, slow = Wire({}), []
+            for made in (kept, gone):
+                slow.append(asyncio.create_task(wire.post(made.url, "/x", b"slow", "r")))
+                reply = await wire.post(made.url, "/x", b"{}", "r")
+                await reply.read()
+                reply.close()
+            assert wire.connected(kept.url) and wire.connected(gone.url)
+            wire.keep({kept.url})
+            assert wire.connected(kept.url) and not wire.connected(gone.url)
+            held.set()
+            for reply in await asyncio.gather(*slow):
+                assert await reply.read() == b"hi"
+                reply.close()
+            async with asyncio.timeout(60):
+                while gone.open:  # noqa: ASYNC110  nothing tells of it
+                    await asyncio.sleep(0.01)
+            assert kept.open == 2
+            wire.close()
+
+    asyncio.run(run())
 
 
 def test_what_came_before_a_break_is_given_before_the_break_is_told() -> None:

@@ -202,6 +202,10 @@ def test_what_no_key_places_is_refused_in_the_protocols_form(service: ProxyProce
     assert answer.status_code == 401 and answer.json()["type"] == "error"
     wrong = httpx.post(f"{service.proxy.url}/gyre/v1/runs", json={"task": "t"}, headers={"Authorization": "Bearer no"})
     assert wrong.status_code == 401
+    host, port = service.proxy.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), 30) as whole:  # as clients write to what they take for a proxy
+        whole.sendall(b"GET http://elsewhere:1/v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert whole.makefile("rb").readline().startswith(b"HTTP/1.1 401")
     assert service.proxy.control.get("/runs/r-none").status_code == 404
 
 

@@ -317,7 +317,7 @@ class LiveCall(ModelCall):
         self._services.metrics.durable.observe(time.monotonic() - asked)
         if command.status is CallStatus.COMPLETE:
             self.speech.release(len(exchange.ids))
-            self.on_complete(self)
+            self._complete()
         self._forget_prompt()
 
     def _forget_prompt(self) -> None:

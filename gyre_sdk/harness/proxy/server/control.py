@@ -305,9 +305,11 @@ class Control:
             except TimeoutError:
                 pass
         while state.live:
-            call = next(iter(state.live))
-            call.cancel("the run was closed while the call was in flight")
-            await call.stopped()
+            calls = list(state.live)
+            for call in calls:
+                call.cancel("the run was closed while the call was in flight")
+            for call in calls:
+                await call.stopped()
         for orphans in state.orphans.values():
             for orphan in orphans:
                 if orphan.record.status in OPEN:

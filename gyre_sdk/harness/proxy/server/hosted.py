@@ -185,7 +185,7 @@ class HostedCall(ModelCall):
         self._ending = True
         self._take_end(self._reading.answer(), self._reading.finish, whole)
         await self._record(CallStatus.COMPLETE, whole)
-        self.on_complete(self)
+        self._complete()
         self.intent = msgspec.structs.replace(self.intent, messages=[])
         self._notify()
 

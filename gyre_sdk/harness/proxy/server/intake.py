@@ -76,6 +76,8 @@ class Intake:
             if asked.dialect is RESPONSES:
                 turn.request = await self._conversations.complete(run, request)
             await prepare(self._services, lane, turn, place[1], len(asked.body), asked.headers)
+            if run.closed:
+                raise run.refusal()  # it was closed meanwhile: nothing would end these calls
         except ProtocolError as error:
             turn.problem = error
             turns.remove(turn)

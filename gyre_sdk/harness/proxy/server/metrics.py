@@ -16,6 +16,7 @@ from importlib.metadata import version
 from aiohttp import web
 
 from gyre_sdk.harness.proxy.routing import ReplicaState, Routes
+from gyre_sdk.harness.proxy.wire import without_password
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -143,16 +144,16 @@ class MetricsPage:
         replicas = self._routes.replicas
         yield from _gauge("gyre_calls_in_flight", "Calls in flight.", [({}, self._in_flight())])
         states = [
-            ({"replica": item.url, "state": state}, int(item.state is state))
+            ({"replica": without_password(item.url), "state": state}, int(item.state is state))
             for item in replicas
             for state in ReplicaState
         ]
         yield from _gauge("gyre_replica_state", "1 for the state that a replica is in.", states)
-        attempts = [({"replica": item.url}, item.calls) for item in replicas]
+        attempts = [({"replica": without_password(item.url)}, item.calls) for item in replicas]
         yield from _gauge("gyre_replica_attempts", "Attempts in flight on a replica.", attempts)
-        tokens = [({"replica": item.url}, item.tokens) for item in replicas]
+        tokens = [({"replica": without_password(item.url)}, item.tokens) for item in replicas]
         yield from _gauge("gyre_replica_tokens", "Load of a replica in tokens.", tokens)
-        versions = [({"replica": item.url}, item.version) for item in replicas]
+        versions = [({"replica": without_password(item.url)}, item.version) for item in replicas]
         yield from _gauge("gyre_replica_version", "Weights that a replica serves.", versions)
         build = {"version": version("gyre-sdk"), "python": platform.python_version()}
         yield from _gauge("gyre_build_info", "The build that answers.", [(build, 1)])

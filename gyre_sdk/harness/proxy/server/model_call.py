@@ -15,6 +15,10 @@ OPEN = (CallStatus.RECEIVED, CallStatus.DISPATCHED, CallStatus.STREAMING)
 """States of a call that has not ended."""
 
 
+def _nobody(call: ModelCall) -> None:
+    """Need not know that a call is complete."""
+
+
 class ModelCall(ABC):
     """A call in flight, or ended and kept for its retries."""
 
@@ -26,7 +30,7 @@ class ModelCall(ABC):
         self.finish: str | None = None
         self.watchers = 0
         """Connections that stream this call now."""
-        self.on_complete: Callable[[ModelCall], None] = lambda call: None
+        self.on_complete: Callable[[ModelCall], None] = _nobody
         """Called once, before anyone learns that the call is complete."""
         self._task: asyncio.Task[None] | None = None
         self._entered = self._cut = False
@@ -136,6 +140,11 @@ class ModelCall(ABC):
         task = asyncio.current_task()
         if self._cut and task is not None:
             task.cancel()
+
+    def _complete(self) -> None:
+        """Tell that the call is complete, and let go of whoever is told: it holds the whole conversation."""
+        told, self.on_complete = self.on_complete, _nobody
+        told(self)
 
     def _notify(self) -> None:
         self._changed.set()

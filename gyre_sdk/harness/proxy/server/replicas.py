@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
@@ -94,7 +95,12 @@ def _shown(item: Replica) -> dict[str, Any]:
 
 
 def _checked(spec: ReplicaSpec) -> ReplicaSpec:
-    if not spec.url.startswith(("http://", "https://")):
+    try:
+        parts = urlsplit(spec.url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good or not spec.url.isprintable() or " " in spec.url:
         raise ProtocolError(f"url is {spec.url!r}; a replica has an http:// or https:// address", param="url")
     return spec
 

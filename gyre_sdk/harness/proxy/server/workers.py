@@ -260,7 +260,7 @@ class Workers:
 
     async def _relay(self, request: web.Request, index: int) -> web.StreamResponse:
         """Pass a request on to a worker, and its answer back as it comes and is read."""
-        url = URL(f"{await self._worker(index)}{request.raw_path}", encoded=True)
+        url = URL(f"{await self._worker(index)}{request.rel_url.raw_path_qs}", encoded=True)
         response: web.StreamResponse | None = None
         patience = self.settings.client_patience
         try:
