@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -122,6 +124,32 @@ def test_what_two_readings_tell() -> None:
         Reading(10.0, 1000.0, 6.0),
     ):
         assert between(one, other) is None
+
+
+def test_the_knee_of_a_real_vllm_is_found() -> None:
+    """As `benchmarks/cells/knee.py` read it, with 1 to 64 requests at a time, up and down; the most tokens come at 24.
+
+    Going up nothing is known, since nothing was seen beyond. The bound has nine tenths of the most, give or take what a
+    minute of looks leaves open, and binds runs that have half a request each at twice as many.
+    """
+    path = Path(__file__).parent / "vllm_rates.json"
+    looks = [Reading(*row) for row in json.loads(path.read_text())]
+    rates, top, found = Rates(), 0, []
+    for one, other in pairwise(looks):
+        seen_now = between(one, other)
+        rates = rates if seen_now is None else rates.after(*seen_now)
+        top = max(top, int(other.calls))
+        found.append((top, rates.knee))
+    assert {knee for most, knee in found if most < 48} == {None}
+    assert rates.knee is not None and 12 <= rates.knee <= 24
+    assert carried(Load(useful_calls=rates.knee, calls_per_run=0.5), 64) == Capacity(2 * rates.knee, Limit.SPEED)
+    at = {round(rates.knee): 0.0, 2: 0.0}
+    for calls in at:
+        near = [level for _, level in rates.levels if calls / 1.3 <= level.calls <= calls * 1.3]
+        at[calls] = sum(level.rate * level.looks for level in near) / sum(level.looks for level in near)
+    beyond = [level for _, level in rates.levels if level.calls > 1.5 * rates.knee]
+    rate = sum(level.rate * level.looks for level in beyond) / sum(level.looks for level in beyond)
+    assert at[2] < 0.4 * rate and at[round(rates.knee)] > 0.8 * rate, "it is where growth ends"
 
 
 class Replica(Pages):
