@@ -149,9 +149,11 @@ def by_hand(**batch):
 
 
 def test_colocate_by_hand():
-    """Runs of 10 s and 30 s, 8 cell-seconds of training: 30 s, both cells switch in 2 s with nothing to drain, train 4 s."""
+    """Runs of 10 s and 30 s, 8 cell-seconds of training: 30 s, a switch of 2 s with nothing to drain, 5 s of training.
+
+    For its first 2 s the core is alone: the satellite has waited for it."""
     scenario, workload = by_hand(), Workload(((10.0, 30.0),), (8.0,))
-    assert controls.colocated(scenario, streaming=True).run(scenario, workload).now == pytest.approx(36.0)
+    assert controls.colocated(scenario, streaming=True).run(scenario, workload).now == pytest.approx(37.0)
     dealt = controls.colocated(scenario, streaming=False).run(scenario, workload)
     assert dealt.now == pytest.approx(40.0), "one group cannot be dealt to two cells"
 
@@ -161,6 +163,29 @@ def test_a_cell_with_runs_is_drained():
     scenario = by_hand(groups=2, runs=1)
     fleet = controls.elastic(Policy()).run(scenario, Workload(((10.0,), (100.0,)), (20.0, 20.0)))
     assert [at for at, _ in fleet.trace.cells[0][1:4]] == pytest.approx([10.0, 11.0, 13.0])
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_cells_of_one_action_move_side_by_side(streaming):
+    """Three of five cells leave: 1 s of drain, 2 s of switch; satellites wait for the core, then pull together.
+
+    A fourth joins later by itself: a drain, a switch and one pull."""
+    costs = Costs(drain_s=1.0, switch_s=2.0, load_s=4.0, join_s=5.0, recompute_s=0.0)
+    scenario = Scenario(fleet=Cells(cells=5, slots=3, solo=1.0), batch=Batch(4, 1, 1, 1, 0), costs=costs)
+    fleet = Fleet(scenario, Workload(((10.0,), *((100.0,),) * 3), (40.0,) * 4), Mode(streaming=streaming))
+
+    def decide(seen):
+        if seen.moving or seen.training >= 4 or not seen.now:
+            return (Action(Move.TO_TRAINING, 1, "the rest"),) if seen.serving and not seen.water else ()
+        return (Action(Move.TO_TRAINING, 1 if seen.training else 3, "by hand"),)
+
+    fleet.run(decide)
+    core, *satellites = ([at for at, _ in cell[1:4]] for cell in fleet.trace.cells)
+    assert core == pytest.approx([10, 11, 13])
+    together = [10, 13, 25] if streaming else [10, 11, 13]
+    assert satellites[:2] == [pytest.approx(together)] * 2, "two pulls of 5 s at the same time take both 10 s"
+    begun = together[-1]
+    assert satellites[2] == pytest.approx([begun, begun + 1, begun + (8 if streaming else 3)])
 
 
 @pytest.mark.parametrize(("phi", "ahead"), [(0.5, 0), (1.0, 4), (1.5, 4), (2.0, 8)])
@@ -197,7 +222,7 @@ def test_static_phases_wait_for_the_fullest_cell():
     workload = Workload(((1.0,),) * 4, (10.0, 1.0, 10.0, 1.0))
     shared = controls.colocated(scenario, streaming=True).run(scenario, workload).now
     dealt = controls.colocated(scenario, streaming=False).run(scenario, workload).now
-    assert dealt - shared == pytest.approx(20.0 - 11.0)
+    assert dealt - shared == pytest.approx(20.0 - 12.0), "the core trains 2 s alone, both cells 10 s; one of them 20 s"
 
 
 def test_a_run_loses_its_prefix_when_its_cell_leaves():
@@ -207,6 +232,16 @@ def test_a_run_loses_its_prefix_when_its_cell_leaves():
     free = controls.elastic(Policy()).run(scenario, workload)
     paid = controls.elastic(Policy()).run(costly, workload)
     assert paid.now - free.now == pytest.approx(7.0 / 2), "one of two cells left: half of the runs lose their prefix"
+
+
+@pytest.mark.parametrize("training", [1, 10000, 19999])
+@pytest.mark.parametrize("streaming", [True, False])
+def test_what_is_left_may_be_less_than_the_clock_can_tell(training, streaming):
+    """Thousands of cells eat the end of much work in less than the clock's last digit after centuries."""
+    batch = Batch(groups=4, runs=2, steps=4, mu=1)
+    scenario = Scenario(fleet=Cells(cells=20000), batch=batch, runs=Runs(1e6, 0.6, 0.5, 1e9), training=Training(1e6))
+    fleet = controls.fixed(scenario, training, streaming=streaming).run(scenario, drawn(scenario, 0))
+    assert len(fleet.trace.steps) == batch.steps
 
 
 def test_bad_policies_are_reported():

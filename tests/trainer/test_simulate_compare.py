@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,7 +24,16 @@ from gyre_sdk.records import (
 )
 from gyre_sdk.trainer.cells.plan import Policy
 from gyre_sdk.trainer.simulate import controls
-from gyre_sdk.trainer.simulate.compare import BASELINES, as_object, best, bound_s, compare, draw_timeline, tuned
+from gyre_sdk.trainer.simulate.compare import (
+    BASELINES,
+    as_object,
+    beginning,
+    best,
+    bound_s,
+    compare,
+    draw_timeline,
+    tuned,
+)
 from gyre_sdk.trainer.simulate.controls import fixed
 from gyre_sdk.trainer.simulate.scenario import Batch, Costs, Fleet, Runs, Scenario, Training, read, shipped
 from gyre_sdk.trainer.simulate.workload import Recorded, drawn, recorded, resampled
@@ -50,6 +61,7 @@ def test_every_policy_has_its_figures(small):
         hours = one["serving_gpu_h"] + one["training_gpu_h"] + one["moving_gpu_h"]
         assert hours == pytest.approx(one["makespan_h"] * SMALL.fleet.cells * SMALL.fleet.gpus_per_cell)
         assert 0 <= one["idle_gpu_h"] < hours
+        assert one["moving_gpu_h"] >= 0
         assert one["makespan_h"] >= found["bound_h"]
         assert one["makespan_h_spread"] > 0
     assert found["policies"]["async"]["switches"] == 0 < found["policies"]["elastic"]["switches"]
@@ -106,6 +118,37 @@ def test_the_best_split_is_found_without_trying_all():
     assert sums[setups.index(found)] == min(sums)
 
 
+def test_the_best_of_a_thousand_splits_is_found_with_few_tries():
+    """A valley at any place; each try counts."""
+    for valley in (0, 1, 333, 500, 998):
+        tries: list[int] = []
+        found = best(SMALL, [Valley(split, valley, tries) for split in range(999)], [drawn(SMALL, 0)])
+        assert found.split == valley
+        assert len(tries) < 60
+
+
+@dataclass
+class Valley:
+    """A setup whose makespan is how far its split is from the best one."""
+
+    split: int
+    best: int
+    tries: list[int]
+
+    def run(self, scenario, workload):
+        self.tries.append(self.split)
+        return SimpleNamespace(now=abs(self.split - self.best))
+
+
+def test_a_long_training_is_tuned_on_its_beginning():
+    short = Batch(groups=16, runs=8, steps=390)
+    assert beginning(Scenario(batch=short)).batch == short
+    for steps, groups, mu, kept in ((48, 256, 4, 12), (400, 16, 4, 188), (4, 4096, 2, 4), (100, 4096, 2, 6)):
+        long = Scenario(batch=Batch(groups=groups, runs=8, steps=steps, mu=mu))
+        assert beginning(long).batch.steps == kept
+        assert beginning(long).fleet == long.fleet
+
+
 def test_one_cell_has_no_split():
     found = compare(Scenario(fleet=Fleet(cells=1, slots=8), batch=Batch(groups=2, runs=4, steps=4, mu=1)), seeds=1)
     assert found.policies["async_tuned"].makespan_h == found.policies["colocate"].makespan_h
@@ -136,6 +179,20 @@ def test_scenarios_share_the_system():
         ("[runs]\ncorrelation = 1.5", "runs.correlation"),
         ("[fleet]\ncells = 4\n[given]\ntraining_cells = 4", "leaves no cell of 4 to serve"),
         ("[fleet\n", "not TOML"),
+        ("[fleet]\nslots = 0.5", "fleet.slots"),
+        ("[fleet]\nslots = inf", "fleet.slots"),
+        ("[fleet]\nsolo = inf", "fleet.solo"),
+        ("[fleet]\ncells = 1000000", "fleet.cells"),
+        ("[batch]\nphi = inf", "batch.phi"),
+        (
+            "[batch]\ngroups = 100000",
+            r"batch.steps \* batch.groups \* batch.runs = 38,400,000 runs .* at most 1,000,000",
+        ),
+        ("[runs]\nmedian_s = inf", "runs.median_s"),
+        ("[runs]\nmedian_s = nan", "runs.median_s"),
+        ("[runs]\nsigma = 1000", "runs.sigma"),
+        ("[training]\nbatch_s = inf", "training.batch_s"),
+        ("[costs]\nswitch_s = inf", "costs.switch_s"),
     ],
 )
 def test_a_wrong_scenario_names_the_key(tmp_path, text, message):

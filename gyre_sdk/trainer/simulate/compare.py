@@ -13,6 +13,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from gyre_sdk.trainer.cells.plan import Policy
 from gyre_sdk.trainer.cells.state import CellState
@@ -37,6 +38,8 @@ _TUNING_SEED = 1_000_003
 _TUNING_RUNS = 6000
 """Runs to choose the plan's knobs on: one training of few runs says little."""
 _TUNING_DRAWS = (2, 10)
+_LONG_RUNS, _TRIAL_RUNS, _TRIAL_BURSTS = 50_000, 24_000, 3
+"""Trainings of more runs than the first are tuned on their beginning: so many runs and bursts at least."""
 _FIRST, _BEST = 2, 4
 """All candidates are tried on so many draws, and so many of the best on all."""
 _HOUR = 3600.0
@@ -88,14 +91,15 @@ def compare(
     scenario: Scenario, *, seeds: int = 8, store: Recorded | None = None, policies: Iterable[str] = BASELINES
 ) -> Comparison:
     """Simulate a scenario under `elastic` and the named baselines."""
-    draw: Draw = partial(drawn, scenario) if store is None else partial(resampled, store, scenario)
-    workloads, others = [draw(seed) for seed in range(seeds)], _for_tuning(draw)
+    draw, trial = _draw(scenario, store), beginning(scenario)
+    workloads, others = [draw(seed) for seed in range(seeds)], _for_tuning(_draw(trial, store))
     setups: dict[str, Setup] = {}
     for name in policies:
         setups[name], *rest = baselines(scenario, name)
         if rest:
-            setups[name] = best(scenario, [setups[name], *rest], others)
-    setups[ELASTIC] = controls.elastic(tuned(scenario, others))
+            setups[name] = best(trial, [setups[name], *rest], others)
+    held = setups.get("async_tuned_streaming")
+    setups[ELASTIC] = controls.elastic(tuned(trial, others, held.mode.training if held else None))
     fleets = {name: [setup.run(scenario, workload) for workload in workloads] for name, setup in setups.items()}
     ratios = {
         name: _figure([one.now / other.now for one, other in zip(found, fleets[ELASTIC], strict=True)])
@@ -134,7 +138,7 @@ def baselines(scenario: Scenario, name: str) -> list[Setup]:
 def best(scenario: Scenario, setups: Sequence[Setup], workloads: Sequence[Workload]) -> Setup:
     """Return the setup with the least mean makespan.
 
-    Splits are searched from the middle outwards in the direction that gets better: makespan has one valley in the split.
+    Splits are searched from the middle in steps that are halved: makespan has one valley in the split.
     """
     known: dict[int, float] = {}
 
@@ -143,10 +147,14 @@ def best(scenario: Scenario, setups: Sequence[Setup], workloads: Sequence[Worklo
             known[index] = fmean(setups[index].run(scenario, workload).now for workload in workloads)
         return known[index]
 
-    here = len(setups) // 2
-    for step in (1, -1):
-        while 0 <= here + step < len(setups) and cost(here + step) < cost(here):
-            here += step
+    here, step = len(setups) // 2, max(1, len(setups) // 4)
+    while step:
+        near = [one for one in (here + step, here - step) if 0 <= one < len(setups)]
+        found = min(near, key=cost, default=here)
+        if found != here and cost(found) < cost(here):
+            here = found
+        else:
+            step //= 2
     return setups[here]
 
 
@@ -168,13 +176,15 @@ def candidates(split: int) -> list[Policy]:
     return [controls.split(Policy(), split), *moving, *standing]
 
 
-def tuned(scenario: Scenario, workloads: Sequence[Workload]) -> Policy:
+def tuned(scenario: Scenario, workloads: Sequence[Workload], split: int | None = None) -> Policy:
     """Choose the plan's knobs by simulating what was drawn for that; a manager does so with its own store's runs.
 
     The fixed split stays unless a policy is better by more than the standard error of how much better it is.
+
+    Args:
+        split: the best fixed one on these draws, cells that train; None: not known yet.
     """
-    split = 0
-    if scenario.fleet.cells > 1:
+    if split is None:
         split = best(scenario, baselines(scenario, "async_tuned_streaming"), workloads).mode.training
     first, *others = candidates(split)
     early = {policy: _makespans(scenario, policy, workloads[:_FIRST]) for policy in others}
@@ -191,6 +201,20 @@ def tuned(scenario: Scenario, workloads: Sequence[Workload]) -> Policy:
 
 def _makespans(scenario: Scenario, policy: Policy, workloads: Sequence[Workload]) -> list[float]:
     return [controls.elastic(policy).run(scenario, workload).now for workload in workloads]
+
+
+def _draw(scenario: Scenario, store: Recorded | None) -> Draw:
+    return partial(drawn, scenario) if store is None else partial(resampled, store, scenario)
+
+
+def beginning(scenario: Scenario) -> Scenario:
+    """Return what policies are chosen on: a training of many runs cut to its first bursts, any other as it is."""
+    batch = scenario.batch
+    per_step = batch.groups * batch.runs
+    steps = batch.mu * max(_TRIAL_BURSTS, -(-_TRIAL_RUNS // (batch.mu * per_step)))
+    if batch.steps * per_step <= _LONG_RUNS or steps >= batch.steps:
+        return scenario
+    return replace(scenario, batch=replace(batch, steps=steps))
 
 
 def _for_tuning(draw: Draw) -> list[Workload]:
@@ -247,8 +271,8 @@ def _result(scenario: Scenario, fleets: Sequence[Fleet], knobs: str) -> PolicyRe
         states = [sum(cell.get(state, 0.0) for cell in gpu_seconds(fleet)) for state in CellState]
         seconds = dict(zip(CellState, states, strict=True))
         serving, training = seconds[CellState.SERVING], seconds[CellState.TRAINING]
-        moving = sum(seconds.values()) - serving - training
-        idle = serving - fleet.slots_used + training - fleet.train_busy
+        moving = max(0.0, sum(seconds.values()) - serving - training)
+        idle = max(0.0, serving - fleet.slots_used + training - fleet.train_busy)
         hours = [gpus * value / _HOUR for value in (serving, training, moving, idle)]
         stale = fleet.trace.staleness
         rows.append((fleet.now / _HOUR, *hours, fmean(stale), float(max(stale)), float(fleet.counts.switches)))
@@ -268,12 +292,13 @@ def draw_timeline(scenario: Scenario, path: Path, store: Recorded | None = None,
         SettingsError: the file's ending is not one of a picture, or it cannot be written.
     """
     timeline.check(path)
-    draw: Draw = partial(drawn, scenario) if store is None else partial(resampled, store, scenario)
-    workload, others = draw(0), _for_tuning(draw)
+    trial = beginning(scenario)
+    workload, others = _draw(scenario, store)(0), _for_tuning(_draw(trial, store))
+    held = best(trial, baselines(scenario, "async_tuned_streaming"), others)
     setups = {
         "colocate": baselines(scenario, "colocate")[0],
-        "async_tuned_streaming": best(scenario, baselines(scenario, "async_tuned_streaming"), others),
-        ELASTIC: controls.elastic(tuned(scenario, others)),
+        "async_tuned_streaming": held,
+        ELASTIC: controls.elastic(tuned(trial, others, held.mode.training)),
     }
     lanes = [timeline.lane(name, setup.run(scenario, workload, record=True)) for name, setup in setups.items()]
     timeline.write(path, scenario.name, lanes, note=note)

@@ -109,7 +109,7 @@ class Fleet:
         self._queued = self._eaten = 0.0
         self._marks = deque[float]()
         """Queued work at which each coming step closes."""
-        self._arrivals: list[tuple[float, int, CellEvent]] = []
+        self._arrivals = deque[tuple[float, int, CellEvent]]()
         self._open_runs = 0
         """Unfinished runs of the open burst."""
         self._last_start = 0.0
@@ -219,30 +219,27 @@ class Fleet:
         return solo / (1 + (solo - 1) * load) if load <= 1 else 1 / load
 
     def _advance(self) -> None:
-        rate, ready = self._rate(), self.ready_s
-        then = inf
-        if rate:
-            then = self.now + max(0.0, self._ends[0][0] - self._done) / rate
-        eating = self.training if ready else 0
-        if eating:
-            mark = self._marks[0] if self._marks else self._queued
-            then = min(then, self.now + max(0.0, mark - self._eaten) / eating)
-        if self._arrivals:
-            then = min(then, self._arrivals[0][0])
+        rate, eating = self._rate(), self.training if self.ready_s else 0
+        mark = self._marks[0] if self._marks else self._queued
+        ends = self.now + max(0.0, self._ends[0][0] - self._done) / rate if rate else inf
+        eaten = self.now + max(0.0, mark - self._eaten) / eating if eating else inf
+        then = min(ends, eaten, self._arrivals[0][0] if self._arrivals else inf)
         if then == inf:
             raise TrainerError(
                 f"nothing can happen any more {self.now:.1f} s into {self.scenario.name}: {self.serving} cells serve,"
-                f" {self.training} train, {self.water} runs are unfinished, {ready:.1f} cell-seconds are ready;"
+                f" {self.training} train, {self.water} runs are unfinished, {self.ready_s:.1f} cell-seconds are ready;"
                 " the policy must move a cell"
             )
         passed = then - self.now
         self._done += passed * rate
+        if ends == then:
+            self._done = max(self._done, self._ends[0][0])  # however little the clock can tell of it
         self.slots_used += passed * min(self.serving, len(self._ends) / self.scenario.fleet.slots)
         self.train_busy += passed * eating
-        self._eaten = min(self._queued, self._eaten + passed * eating)
+        self._eaten = mark if eaten == then else min(self._queued, self._eaten + passed * eating)
         self.now = then
         while self._arrivals and self._arrivals[0][0] <= then:
-            self._arrive(*self._arrivals.pop(0))
+            self._arrive(*self._arrivals.popleft())
         while self._ends and self._ends[0][0] <= self._done + _EPSILON:
             _, group, length = heappop(self._ends)
             self._finish(group, length)
@@ -326,9 +323,10 @@ class Fleet:
     # Moves.
 
     def _act(self, action: Action) -> None:
-        """Start a move; cells arrive one after the other where they have to pull weights from the core.
+        """Start a move; cells go side by side, as the manager's do.
 
-        A cell without runs has nothing to drain.
+        Satellites make room once the core trains. Those that pull weights together share its line, so all take as long as
+        one after the other would. A cell without runs has nothing to drain.
         """
         if self.moving:
             raise TrainerError(f"{action.cells} cells to move while {self.moving} move; wait for them")
@@ -343,13 +341,17 @@ class Fleet:
             drain = costs.drain_s if self._ends else 0.0
             self._done -= costs.recompute_s * action.cells / self.serving if self._ends else 0.0
             self.serving -= action.cells
-            at, pulls = self.now + drain + costs.switch_s, self.training > 0
+            core = not self.training
+            drained = self.now + drain
+            at = drained + costs.switch_s
+            waits, pulls = (
+                (costs.switch_s * core, costs.join_s * (action.cells - core)) if self.mode.streaming else (0, 0)
+            )
             for cell in range(self.training, self.training + action.cells):
-                at += costs.join_s if pulls and self.mode.streaming else 0.0
-                pulls = True
+                later = cell > 0
                 self._enter(cell, CellEvent.LEAVE, self.now)
-                self._enter(cell, CellEvent.DRAINED, self.now + drain)
-                self._arrivals.append((at, cell, CellEvent.READY))
+                self._enter(cell, CellEvent.DRAINED, drained + waits * later)
+                self._arrivals.append((at + (waits + pulls) * later, cell, CellEvent.READY))
         else:
             self.training -= action.cells
             for cell in range(self.training, self.training + action.cells):

@@ -11,19 +11,21 @@ from msgspec import Meta, Struct
 from gyre_sdk.errors import SettingsError
 from gyre_sdk.settings import load
 
-Positive = Annotated[float, Meta(gt=0)]
-Natural = Annotated[float, Meta(ge=0)]
-Count = Annotated[int, Meta(ge=1)]
+Positive = Annotated[float, Meta(gt=0, le=1e9)]
+Natural = Annotated[float, Meta(ge=0, le=1e9)]
+Count = Annotated[int, Meta(ge=1, le=1_000_000)]
+_MOST_RUNS = 1_000_000
+"""Runs of a training: a few minutes of computing for each policy and draw."""
 
 
 class Fleet(Struct, frozen=True, forbid_unknown_fields=True):
     """The cells."""
 
-    cells: Count = 8
+    cells: Annotated[int, Meta(ge=1, le=100_000)] = 8
     gpus_per_cell: Count = 8
-    slots: Positive = 32.0
+    slots: Annotated[float, Meta(ge=1, le=1e6)] = 32.0
     """Runs that one serving cell carries at full speed."""
-    solo: Annotated[float, Meta(ge=1)] = 2.0
+    solo: Annotated[float, Meta(ge=1, le=1e6)] = 2.0
     """How many times faster a run goes that has a cell for itself than one in a full cell."""
 
 
@@ -53,7 +55,7 @@ class Runs(Struct, frozen=True, forbid_unknown_fields=True):
     """How long runs take, in seconds of work on a full cell: lognormal, cut at the timeout."""
 
     median_s: Positive = 1800.0
-    sigma: Natural = 0.6
+    sigma: Annotated[float, Meta(ge=0, le=10)] = 0.6
     """Standard deviation of the logarithm."""
     correlation: Annotated[float, Meta(ge=0, le=1)] = 0.5
     """Of the logarithms within a group."""
@@ -76,13 +78,13 @@ class Costs(Struct, frozen=True, forbid_unknown_fields=True):
     switch_s: Natural = 3.52
     load_s: Natural = 3.46
     join_s: Natural = 5.0
-    """One satellite's weight pull and gradient push, one satellite after the other."""
+    """One satellite's weight pull and gradient push; those that pull at the same time share the core's line."""
     recompute_s: Natural = 2.0
     """Work on a full cell that a run loses when its cell leaves: its prefix is computed again elsewhere."""
 
 
 class Async(Struct, frozen=True, forbid_unknown_fields=True):
-    """The fixed split of the policy `async_given`."""
+    """The fixed split of the policies `async` and `async_streaming`."""
 
     training_cells: Annotated[int, Meta(ge=0)] = 0
     """Cells that train; 0 takes half of them."""
@@ -123,6 +125,12 @@ def read(name: str) -> Scenario:
     if name not in known and not path.exists():
         raise SettingsError(f"{name!r} is neither a file nor a scenario; scenarios: {', '.join(known)}")
     scenario = load(Scenario, path)
+    batch = scenario.batch
+    if (runs := batch.steps * batch.groups * batch.runs) > _MOST_RUNS:
+        raise SettingsError(
+            f"batch.steps * batch.groups * batch.runs = {runs:,} runs in {path}: at most {_MOST_RUNS:,} are simulated; take"
+            " fewer steps"
+        )
     if scenario.given.training_cells >= scenario.fleet.cells > 1:
         raise SettingsError(
             f"given.training_cells = {scenario.given.training_cells} in {path}: leaves no cell of {scenario.fleet.cells}"
