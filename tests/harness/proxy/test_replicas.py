@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from proxy_engine import ScriptedEngine, Step, Tokens, Wait, say
+from proxy_engine import Error, ScriptedEngine, Step, Tokens, Wait, say
 from proxy_kit import Proxy, content_of, running, sse
 from proxy_toy import END, toy_template
 
@@ -314,12 +314,27 @@ def test_removing_a_replica_moves_its_calls(model: Path, tmp_path: Path) -> None
             gate.set()
 
 
+def test_a_password_in_a_replicas_address_is_not_shown(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither to the agent, nor in a log, nor with the numbers."""
+    with ScriptedEngine(lambda request, number: [Error()]) as first:
+        secret = "pass-Zq7f3a9c1b"
+        url = first.url.replace("//", f"//user:{secret}@")
+        with running(model, tmp_path / "store.db", url, retry_pause=0.0) as proxy:
+            broken = proxy.chat(proxy.run(), BODY)
+            shown = [broken.text, proxy.http.get("/metrics").text, caplog.text]
+        assert "engine dead" in broken.text and "replica http://127.0.0.1:" in broken.text
+        assert all(secret not in text for text in shown)
+
+
 def test_the_control_api_says_what_is_wrong(model: Path, tmp_path: Path) -> None:
     with proxy_of(model, tmp_path) as proxy:
         control = proxy.control
         assert control.delete("/replicas", params={"url": "http://x"}).status_code == 404
         assert control.post("/replicas/drain", json={"url": "http://x"}).status_code == 404
-        assert control.post("/replicas", json={"url": "x"}).status_code == 400
+        for wrong in ("x", "http://", "http://x:99999", "http://x:port", "http://x /", "http://[x"):
+            assert control.post("/replicas", json={"url": wrong}).status_code == 400
         assert control.post("/replicas", json={"url": "http://x", "colour": 1}).status_code == 400
         assert control.put("/replicas", json={"replicas": [{"url": "ftp://x"}]}).status_code == 400
         bad = control.post("/replicas/drain", json={"url": "http://x", "seconds": -1})

@@ -8,11 +8,12 @@ than a second from its last byte.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from gyre_sdk.harness.proxy.routing import Health, Load, Need, Replica, ReplicaSpec, ReplicaState, Room, Routes
 from gyre_sdk.harness.proxy.upstream import Probe, Upstream
+from gyre_sdk.harness.proxy.wire import without_password
 
 _PERIOD = 0.2
 """Seconds between checks of replicas that are silent with attempts in flight, paused or gone."""
@@ -160,7 +161,10 @@ class Fleet:
         while True:
             await asyncio.sleep(_PERIOD)
             beat += 1
-            for replica in self.routes.watched:
+            watched = self.routes.watched
+            if beat % _IDLE_EVERY == 0:
+                self._keep({replica.url for replica in watched})
+            for replica in watched:
                 silent = replica.calls > 0 and loop.time() - self._heard.get(replica.url, 0.0) >= _PERIOD
                 if silent or beat % _IDLE_EVERY == 0 or replica.health is not Health.LIVE:
                     self._check(replica.url, patient=not replica.calls)
@@ -185,7 +189,7 @@ class Fleet:
         if health is Health.GONE:
             for running in list(self._running):
                 if running.url == url:
-                    running.break_off(f"replica {url} does not answer its health check")
+                    running.break_off(f"replica {without_password(url)} does not answer its health check")
         elif changed:
             self._wake()
 
@@ -229,6 +233,12 @@ class Fleet:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
+    def _keep(self, urls: Collection[str]) -> None:
+        """Forget replicas that are there no more: every one that is started anew has an address of its own."""
+        self._heard = {url: at for url, at in self._heard.items() if url in urls}
+        self._silent = {url: at for url, at in self._silent.items() if url in urls}
+        self.upstream.keep(urls)
+
     async def _empty(self, replica: Replica, seconds: float) -> Drained:
         """Let a replica's attempts end, then cut what is left; return when none is left."""
         mine = self.on(replica)
@@ -248,7 +258,7 @@ class Fleet:
             await self._until_ended(cut, replica, _ABORT_GRACE)
             for running in cut:
                 if running in self._running:
-                    running.break_off(f"replica {replica.url} was taken out of service")
+                    running.break_off(f"replica {without_password(replica.url)} was taken out of service")
             await self._until_ended(cut, replica, None)
         finished = sum(running.finished for running in mine)
         over = sum(running not in self._running for running in mine)
@@ -261,7 +271,7 @@ class Fleet:
 
     async def _abort(self, running: Running) -> None:
         if running.task is None:
-            running.break_off(f"replica {running.url} was taken out of service")
+            running.break_off(f"replica {without_password(running.url)} was taken out of service")
         else:
             await self.upstream.abort(running.url, running.request_id)
 
