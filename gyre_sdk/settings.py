@@ -78,7 +78,7 @@ def load(
     try:
         return msgspec.convert(data, kind, dec_hook=decode)
     except msgspec.ValidationError as error:
-        raise _explained(error, data, origin, where) from error
+        raise _explained(error, kind, data, origin, where) from error
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def _source(path: str, origin: Mapping[str, str], where: str) -> str:
 
 
 def _explained(
-    error: msgspec.ValidationError, data: Mapping[str, Any], origin: Mapping[str, str], where: str
+    error: msgspec.ValidationError, kind: Any, data: Mapping[str, Any], origin: Mapping[str, str], where: str
 ) -> SettingsError:
     """Turn msgspec's `Expected ..., got ... - at `$.a.b`` into a message that names the key and the value."""
     message, _, location = str(error).partition(" - at `$")
@@ -171,8 +171,20 @@ def _explained(
         full = f"{path}.{name}" if path else name
         return SettingsError(f"{full} is missing in {where}; add it")
     value = _look_up(data, path)
+    if message.startswith("invalid enum value") and (words := _words(kind, path)):
+        message = f"expected {' or '.join(map(repr, words))}"
     shown = path if value is _MISSING or isinstance(value, Mapping) else f"{path} = {value!r}"
     return SettingsError(f"{shown or 'settings'} in {source}: {message}; correct the value")
+
+
+def _words(annotation: Any, path: str) -> list[str]:
+    """Return what a field at a path takes, where that is one of a few words."""
+    for part in path.split("."):
+        struct = _struct(annotation)
+        fields = {} if struct is None else {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
+        annotation = fields.get(part)
+    of = typing.get_args(annotation)
+    return [word for one in of for word in (typing.get_args(one) or [one]) if isinstance(word, str)]
 
 
 def _look_up(data: Any, path: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import pytest
@@ -19,6 +19,8 @@ class Section(msgspec.Struct, frozen=True):
     betas: tuple[float, float] = (0.9, 0.99)
     place: Path | None = None
     options: dict[str, Any] = {}
+    launcher: Literal["local", "ray"] = "local"
+    order: Literal["first", "last"] | None = None
 
 
 class Whole(msgspec.Struct, frozen=True):
@@ -83,6 +85,8 @@ def test_mapping_overrides_keep_their_types() -> None:
         ("[section]\nbetas = [0.9]", ["section.betas", "config.toml"]),
         ("[section]\nbetas = [0.9, 'x']", ["section.betas[1] = 'x'", "expected float"]),
         ("[section]\nplace = 3", ["section.place = 3", "config.toml"]),
+        ("[section]\nlauncher = 'slurm'", ["section.launcher = 'slurm'", "config.toml", "expected 'local' or 'ray';"]),
+        ("[maybe]\norder = 'x'", ["maybe.order = 'x'", "expected 'first' or 'last'; correct the value"]),
         ("section = 3", ["section = 3", "config.toml", "expected object"]),
         ("[section\nsteps = 3", ["config.toml", "is not TOML", "line 1"]),
     ],
