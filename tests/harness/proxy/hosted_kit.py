@@ -52,6 +52,8 @@ class Scripted:
             await response.write(_chunk(choices=[{"index": 0, "delta": delta, "finish_reason": None}]))
             if play.get("hold"):
                 await asyncio.to_thread(self.go_on.wait, 60)
+        if "report" in play:
+            await response.write(b"data: " + json.dumps({"error": play["report"]}).encode() + b"\n\n")
         if play.get("die"):
             assert request.transport is not None
             request.transport.abort()

@@ -15,7 +15,7 @@ import msgspec
 import openai
 import pytest
 from proxy_engine import ScriptedEngine, say
-from proxy_kit import Proxy, content_of, running, sse
+from proxy_kit import Proxy, running, sse
 
 from gyre_sdk.credit import trajectories
 from gyre_sdk.errors import ProtocolError, SettingsError
@@ -274,13 +274,55 @@ def test_errors_carry_the_providers_status_in_the_agents_format(
     assert len(upstream.requests) == 2, "one request each: retries are the agent's"
 
 
-def test_a_stream_that_breaks_off_ends_in_an_error_event(proxy: Proxy, upstream: hosted_kit.Scripted) -> None:
-    upstream.plays.append({"deltas": [{"content": "half"}], "die": True})
-    events = sse(proxy.chat(proxy.run(), {**ASK, "stream": True}).text)
-    assert content_of([event for event in events if "choices" in event]) == "half"
-    assert "error" in events[-1] and "[DONE]" not in events
+BREAKS: list[dict[str, Any]] = [
+    {"die": True},
+    {"report": {"message": "the server had an error", "type": "server_error", "code": None}},
+    {"finish": None},
+]
+"""What happens after the deltas: the connection is closed, the provider tells of an error, the answer has no end."""
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses", "completions"])
+def test_a_provider_that_breaks_off(proxy: Proxy, upstream: hosted_kit.Scripted, path: str) -> None:
+    """502 where nothing was sent; else the stream ends with the protocol's error event. On record it is a failure."""
+    access = proxy.run()
+    headers = {"Authorization": f"Bearer {access['api_key']}"}
+    body = {"model": MODEL, "max_tokens": 9, "messages": ASK["messages"], "input": "hi", "prompt": "hi"}
+    fields = {"responses": ("input",), "completions": ("prompt", "max_tokens")}.get(path, ("messages", "max_tokens"))
+    number = 0
+    for end in BREAKS:
+        for deltas, stream in (([], False), ([], True), ([{"content": "half"}], False), ([{"content": "half"}], True)):
+            upstream.plays.append({"deltas": deltas, **end})
+            number += 1
+            asked = {"model": MODEL, **{name: body[name] for name in fields}, "user": str(number), "stream": stream}
+            answer = proxy.http.post(f"/v1/{path}", json=asked, headers=headers)
+            if deltas and stream:
+                assert answer.status_code == 200 and "half" in answer.text
+                last = sse(answer.text)[-1]
+                assert path != "responses" or last["type"] == "response.failed"
+                told = last["response"]["error"] if path == "responses" else last["error"]
+            else:
+                assert answer.status_code == 502 and answer.headers["x-should-retry"] == "true"
+                told = answer.json()["error"]
+            assert "broke off in the middle of its answer" in told["message"]
+            kinds = {"messages": ("api_error", None), "responses": (None, "server_error")}
+            assert (
+                deltas == []
+                or not stream
+                or (told.get("type"), told.get("code")) == kinds.get(path, ("server_error", "provider_error"))
+            )
+    calls = proxy.calls()
+    assert len(calls) == number == len(upstream.requests)
+    assert {(call.status, call.finish_reason) for call in calls} == {(CallStatus.FAILED, None)}
+    assert all("broke off in the middle of its answer" in (call.error or "") for call in calls)
+
+
+def test_a_provider_that_cannot_be_reached(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_BASE", "http://127.0.0.1:9/v1")
+    answer = proxy.chat(proxy.run(), ASK)
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (502, "true")
     [call] = proxy.calls()
-    assert call.status is CallStatus.FAILED and call.finish_reason is None
+    assert call.status is CallStatus.FAILED
 
 
 def test_no_key_crosses(upstream: hosted_kit.Scripted, tmp_path: Path) -> None:
@@ -291,7 +333,7 @@ def test_no_key_crosses(upstream: hosted_kit.Scripted, tmp_path: Path) -> None:
         access = proxy.run()
         asked = [{**ASK, "messages": [{"role": "user", "content": f"case {number}"}]} for number in range(6)]
         answers = [proxy.chat(access, body) for body in asked]
-    assert [answer.status_code for answer in answers] == [200, 500, 400, 401, 429, 500]
+    assert [answer.status_code for answer in answers] == [200, 502, 400, 401, 429, 500]
     assert access["api_key"] not in repr(upstream.headers) + repr(upstream.requests)
     assert {sent["authorization"] for sent in upstream.headers} == {f"Bearer {SECRET}"}
     written = (tmp_path / "output").read_text()

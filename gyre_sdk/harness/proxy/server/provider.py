@@ -13,6 +13,9 @@ import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
+import aiohttp
+import httpx
+
 from gyre_sdk.errors import ProtocolError, SettingsError
 from gyre_sdk.harness.proxy.answers.deltas import Deltas
 from gyre_sdk.harness.proxy.dialects import Answer, Delta, ModelRequest, Part
@@ -24,6 +27,7 @@ _PASSED = ("presence_penalty", "frequency_penalty", "logit_bias")
 _FINISHES = {"length": "length", "tool_calls": "tool_calls", "function_call": "tool_calls"}
 _SECRETS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 _RETRYABLE = (408, 409, 425, 429)
+_LOST = (ConnectionError, httpx.NetworkError, httpx.ProtocolError, aiohttp.ClientConnectionError)
 
 
 def require_litellm() -> None:
@@ -172,15 +176,22 @@ class Provider:
             async for chunk in stream:
                 yield chunk
         except Exception as error:  # boundary: every provider has errors of its own
-            raise provider_error(self.model, error) from None
+            raise provider_error(self.model, error, begun=stream is not None) from None
         finally:
             if stream is not None and hasattr(stream, "aclose"):
                 await stream.aclose()
 
     async def whole(self, chunks: list[Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return a finished answer as litellm puts it together, with `usage` and `cost` (US dollars; None: unknown)."""
+        """Return a finished answer as litellm puts it together, with `usage` and `cost` (US dollars; None: unknown).
+
+        Raises:
+            ProtocolError: what the provider sent is no whole answer.
+        """
         litellm = await asyncio.to_thread(load_litellm)
-        return await asyncio.to_thread(_whole, litellm, self.model, chunks, messages)
+        try:
+            return await asyncio.to_thread(_whole, litellm, self.model, chunks, messages)
+        except Exception as error:  # boundary: litellm raises whatever it likes on what it does not know
+            raise provider_error(self.model, error, begun=True) from None
 
     async def count(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> int:
         """Return about how many tokens a prompt has, by the tokenizer that litellm takes for the model."""
@@ -191,17 +202,40 @@ class Provider:
         return int(counted)
 
 
-def provider_error(model: str, error: Exception) -> ProtocolError:
-    """Return an error of litellm as the agent may see it: the provider's status, no key of the service in its text."""
+def provider_error(model: str, error: Exception, *, begun: bool = False) -> ProtocolError:
+    """Return an error of litellm as the agent may see it: the provider's status, no key of the service in its text.
+
+    502 where the provider gave none: it cannot be reached, or broke off.
+
+    Args:
+        model: that was asked.
+        error: litellm's.
+        begun: whether the provider had begun to answer, with a status of success.
+    """
     if isinstance(error, ProtocolError):
         return error
     given = getattr(error, "status_code", None)
     status = given if isinstance(given, int) and 400 <= given < 600 else 502
+    if (begun and status >= 500) or _unreached(error):
+        status = 502
     code = getattr(error, "code", None)
     code = code if isinstance(code, str) and not code.isdigit() else "provider_error"
     retryable = status in _RETRYABLE or status >= 500
     text = without_secrets(str(error), os.environ)
-    return ProtocolError(f"{model}: {text}", status=status, code=code, retryable=retryable)
+    what = f"{model} broke off in the middle of its answer" if begun and status == 502 else model
+    return ProtocolError(f"{what}: {text}", status=status, code=code, retryable=retryable)
+
+
+def _unreached(error: BaseException) -> bool:
+    """Return whether a connection that could not be made, or broke, is behind an error. litellm calls that 500."""
+    seen: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in seen:
+        if isinstance(following, _LOST):
+            return True
+        seen.append(following)
+        following = following.__cause__ or following.__context__
+    return False
 
 
 def without_secrets(text: str, environment: Mapping[str, str]) -> str:
