@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ import torch
 from forest_rows import branching_rows
 from model_families import family
 from torch.nn.attention import flex_attention
+from transformers import AttentionInterface
 
+from gyre_sdk.errors import TrainerError
 from gyre_sdk.trainer.attention.budget import Budget
 from gyre_sdk.trainer.attention.choose import choose
 from gyre_sdk.trainer.attention.flat import FlatExecutor
@@ -56,3 +59,20 @@ def test_scores_are_those_of_the_other_executors(monkeypatch: pytest.MonkeyPatch
 
 def test_it_is_chosen_on_gpus_only() -> None:
     assert choose(family("qwen3"), "gather").name == "gather"
+
+
+@pytest.mark.parametrize("kernel", [GatherExecutor.attention, FlexExecutor.attention])
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"gyre_pass": None}, "was not handed `gyre_pass`"),
+        ({"s_aux": torch.zeros(1)}, "attends with `s_aux`"),
+        ({"position_bias": torch.zeros(1, 1, 2, 2)}, "attends with `position_bias`"),
+        ({"dropout": 0.1}, "drops attention with probability 0.1"),
+        ({"attention_mask": torch.zeros(1, 1, 2, 2)}, "makes a mask of its own"),
+    ],
+)
+def test_what_a_kernel_does_not_compute_is_refused(kernel: str, asked: dict[str, Any], said: str) -> None:
+    attend, tokens = AttentionInterface()[kernel], torch.zeros(1, 1, 2, 4)
+    with pytest.raises(TrainerError, match=said):
+        attend(torch.nn.Identity(), tokens, tokens, tokens, **{"attention_mask": None, "gyre_pass": object()} | asked)

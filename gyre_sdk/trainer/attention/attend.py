@@ -8,7 +8,7 @@ that it builds is no mask here, but the window of the layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,6 +105,34 @@ def window_for_mask(*, local_size: int | None = None, **_: Any) -> Tensor | None
     return None if local_size is None else torch.tensor(local_size)
 
 
+def window_of(
+    module: Any,
+    gyre_pass: object | None,
+    attention_mask: Tensor | None,
+    sliding_window: int | None,
+    dropout: float,
+    others: Mapping[str, Any],
+) -> int | None:
+    """Return the window of a layer's attention, None for none, once it is found to ask for nothing that we do not compute.
+
+    Raises:
+        TrainerError: the layer attends with more than queries, keys, values, a scale, a cap and a window.
+    """
+    if gyre_pass is None:
+        raise TrainerError(
+            f"{type(module).__name__} was not handed `gyre_pass`: its model does not pass keywords on to its attention; "
+            'train with executor = "flat"'
+        )
+    for name in ("s_aux", "position_bias", "head_mask"):
+        if others.get(name) is not None:
+            raise TrainerError(f'{type(module).__name__} attends with `{name}`; train with executor = "flat"')
+    if dropout:
+        raise TrainerError(f"{type(module).__name__} drops attention with probability {dropout}; set it to 0")
+    if attention_mask is not None and attention_mask.dim():
+        raise TrainerError(f'{type(module).__name__} makes a mask of its own; train with executor = "flat"')
+    return sliding_window if attention_mask is None else int(attention_mask)
+
+
 def _attention(
     module: Any,
     query: Tensor,
@@ -120,19 +148,8 @@ def _attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention's output (B, U, H, D), for transformers' `AttentionInterface`."""
-    if gyre_pass is None:
-        raise TrainerError(
-            f"{type(module).__name__} was not handed `gyre_pass`: its model does not pass keywords on to its attention; "
-            'train with executor = "flat"'
-        )
-    for name in ("s_aux", "position_bias", "head_mask"):
-        if others.get(name) is not None:
-            raise TrainerError(f'{type(module).__name__} attends with `{name}`; train with executor = "flat"')
-    if dropout:
-        raise TrainerError(f"{type(module).__name__} drops attention with probability {dropout}; set it to 0")
-    if attention_mask is not None and attention_mask.dim():
-        raise TrainerError(f'{type(module).__name__} makes a mask of its own; train with executor = "flat"')
-    window = sliding_window if attention_mask is None else int(attention_mask)
+    window = window_of(module, gyre_pass, attention_mask, sliding_window, dropout, others)
+    assert gyre_pass is not None
     dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     if torch.is_autocast_enabled(query.device.type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(query.device.type)

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from gyre_sdk.errors import TrainerError
-from gyre_sdk.trainer.attention.attend import window_for_mask
+from gyre_sdk.trainer.attention.attend import window_for_mask, window_of
 from gyre_sdk.trainer.attention.gather import GatherExecutor
 from gyre_sdk.trainer.attention.layout import Forest
 
@@ -89,9 +88,8 @@ def _attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention's output (1, U, H, D), for transformers' `AttentionInterface`."""
-    if gyre_pass is None or dropout or others.get("s_aux") is not None:
-        raise TrainerError(f'{type(module).__name__} needs more than a mask; train with executor = "flat"')
-    window = sliding_window if attention_mask is None else int(attention_mask)
+    window = window_of(module, gyre_pass, attention_mask, sliding_window, dropout, others)
+    assert gyre_pass is not None
     dtype = torch.get_autocast_dtype(query.device.type) if torch.is_autocast_enabled(query.device.type) else value.dtype
     kernel = _compiled() if query.device.type == "cuda" else flex_attention
     out_BHUD = kernel(
