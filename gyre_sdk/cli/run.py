@@ -118,7 +118,6 @@ class _Shown:
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
         self._rewards: list[float] = []
-        self._unscored = 0
         self.all_completed = True
 
     def output(self, data: bytes) -> None:
@@ -134,9 +133,7 @@ class _Shown:
         self.all_completed = self.all_completed and status is RunStatus.COMPLETED
         placed = result is None or result.placeholder
         reward = end.reward if end is not None and not placed else None
-        if reward is None or result is None:
-            self._unscored += 1
-        else:
+        if reward is not None:
             self._rewards.append(reward)
         line: dict[str, Any] = {
             "run": made.run,

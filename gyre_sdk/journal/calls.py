@@ -110,14 +110,6 @@ class CallReader:
             chains.add(name, Link(parent, shared, np.concatenate((added, tokens))))
         return _record(rows[0], chunks.get(call) if rows[0][4] in OPEN else None, chains, StoredBodies(self._rows))
 
-    def durable_tokens(self, call: CallId) -> TokenChunk:
-        """Return the sampled tokens of an open call that are on disk.
-
-        Raises:
-            JournalError: some are missing in between.
-        """
-        return self._open_tokens([call]).get(call, TokenChunk(0, [], [], []))
-
     def attempts(self, call: str) -> list[AttemptRecord]:
         """Return the engine requests made for a call."""
         return [

@@ -13,7 +13,6 @@ Phase = Literal["agent", "verifier"]
 """Whose workspace it is: the agent's, or the one that the evaluation runs in."""
 
 SUPERVISOR_FOLDER = "/run/gyre"
-ALWAYS_IN_MEMORY = ("/logs", "/tests")
 CAPABILITIES: Mapping[str, tuple[str, ...]] = {
     "default": (),
     # To unpack files of other owners (CHOWN, DAC_OVERRIDE, FOWNER, FSETID), to step down to a package manager's own user
