@@ -52,7 +52,7 @@ def test_an_older_trainer_is_refused_and_changes_nothing(
                 lambda: older.status(),
                 lambda: older.close_run("r", seconds=0.0),
             ):
-                with pytest.raises(ServiceError, match="stop the older trainer.*old_term"):
+                with pytest.raises(ServiceError, match=r"stop the older trainer.*old_term"):
                     ask()
             assert replicas(service.proxy)[engine.url]["state"] == "serving"
             assert control.get("/status").status_code == 200
