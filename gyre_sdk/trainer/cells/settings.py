@@ -34,8 +34,8 @@ class CellsConfig(msgspec.Struct, frozen=True):
     reserve: Annotated[float, msgspec.Meta(ge=1)] = 1.0
     """Capacity to keep for unfinished runs, in multiples of their number: the last ones go faster where cells are not full."""
     runs_per_cell: Positive | None = None
-    """Runs that a serving cell carries at most; None: `rollout.concurrency` over `count`, or less where less was measured: its
-    cache, its speed."""
+    """Runs that a serving cell carries at most; None: `rollout.concurrency` over `count` and `standalone`, or less where less was
+    measured: its cache, its speed."""
     drain_s: Annotated[float, msgspec.Meta(ge=0)] = 2.0
     """Seconds that requests may take to end on a cell that leaves; the rest goes on elsewhere."""
     lease_s: Seconds = 60.0
