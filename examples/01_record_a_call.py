@@ -9,7 +9,6 @@ import argparse
 from pathlib import Path
 
 import gyre_sdk as gyre
-from gyre_sdk.harness.proxy.routing import ReplicaSpec
 
 
 def main() -> None:
@@ -22,7 +21,7 @@ def main() -> None:
 
     task = gyre.Task(instruction="Say hello.", name="hello", scorer=lambda workspace: 1.0)
     proxy = gyre.ProxySettings(
-        store=arguments.store, model=arguments.model, replicas=(ReplicaSpec(arguments.replica, 0),)
+        store=arguments.store, model=arguments.model, replicas=(gyre.ReplicaSpec(arguments.replica, 0),)
     )
     with gyre.session(task, proxy=proxy, workspace="local") as agent:
         answer = agent.openai().chat.completions.create(

@@ -14,7 +14,6 @@ import tempfile
 from pathlib import Path
 
 import gyre_sdk as gyre
-from gyre_sdk.harness.proxy.routing import ReplicaSpec
 
 
 def main() -> None:
@@ -29,7 +28,7 @@ def main() -> None:
 
     task = gyre.Task(instruction="Look around.", name="black-box", scorer=lambda workspace: 1.0)
     proxy = gyre.ProxySettings(
-        store=arguments.store, model=arguments.model, replicas=(ReplicaSpec(arguments.replica, 0),)
+        store=arguments.store, model=arguments.model, replicas=(gyre.ReplicaSpec(arguments.replica, 0),)
     )
     with (
         gyre.session(task, proxy=proxy, workspace="local", classifier=arguments.classifier) as agent,

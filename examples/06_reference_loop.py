@@ -16,7 +16,6 @@ from msgspec import Meta, Struct
 
 import gyre_sdk as gyre
 from gyre_sdk.harness.agent import Lane
-from gyre_sdk.harness.proxy.routing import ReplicaSpec
 
 SYSTEM = "You are an agent with a shell. Use the tools; submit when you are done."
 SUMMARISE = "Summarise what was done and what is left, for somebody who goes on with it."
@@ -93,7 +92,7 @@ def main() -> None:
 
     hooks = gyre.Hooks(PreToolUse=guard)
     hooks.on("PostToolUse", "SubagentStart", "SubagentStop", "PreCompact", "PostCompact", "RunEnd")(narrate)
-    proxy = gyre.ProxySettings(store=given.store, model=given.model, replicas=(ReplicaSpec(given.replica, 0),))
+    proxy = gyre.ProxySettings(store=given.store, model=given.model, replicas=(gyre.ReplicaSpec(given.replica, 0),))
     task = gyre.Task(instruction=given.task, name="reference-loop", scorer=lambda workspace: 1.0)
     limits = gyre.Limits(turns=50, wall_s=600)
     with gyre.session(task, proxy=proxy, workspace=given.workspace, hooks=hooks, limits=limits) as agent:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         SubagentStop,
     )
     from gyre_sdk.harness.limits import Limits
+    from gyre_sdk.harness.proxy.routing import ReplicaSpec
     from gyre_sdk.harness.proxy.server import ProxySettings
     from gyre_sdk.harness.service import ServiceClient
     from gyre_sdk.harness.session import Session as session
@@ -54,6 +55,7 @@ _HOMES = {
     "PreCompact": "gyre_sdk.harness.hooks",
     "PreToolUse": "gyre_sdk.harness.hooks",
     "ProxySettings": "gyre_sdk.harness.proxy.server",
+    "ReplicaSpec": "gyre_sdk.harness.proxy.routing",
     "RunEnd": "gyre_sdk.harness.hooks",
     "RunResult": "gyre_sdk.records",
     "RunStart": "gyre_sdk.harness.hooks",
@@ -86,6 +88,7 @@ __all__ = [
     "PreCompact",
     "PreToolUse",
     "ProxySettings",
+    "ReplicaSpec",
     "RunEnd",
     "RunResult",
     "RunStart",
