@@ -15,7 +15,7 @@ from typing import Any, Self
 import httpx
 import msgspec
 
-from gyre_sdk.errors import ServiceError
+from gyre_sdk.errors import ServiceError, SettingsError
 from gyre_sdk.harness.limits import Limits
 from gyre_sdk.records import CallStatus, RunStatus
 
@@ -88,6 +88,15 @@ class _MeteredCalls(msgspec.Struct, frozen=True):
     calls: list[MeteredCall]
 
 
+class _Told(msgspec.Struct, frozen=True):
+    message: str
+    code: str
+
+
+class _Refusal(msgspec.Struct, frozen=True):
+    error: _Told
+
+
 class Drained(msgspec.Struct, frozen=True):
     """What came of the requests that a drained replica had."""
 
@@ -116,7 +125,16 @@ class ServiceClient:
         patience: float = 30.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Connect when something is asked. `headers`: of every request, beside the key."""
+        """Connect when something is asked. `headers`: of every request, beside the key.
+
+        Raises:
+            SettingsError: the address or the key cannot be one.
+        """
+        service_key = service_key.strip()
+        if not url.startswith(("http://", "https://")):
+            raise SettingsError(f"the service's address is {url!r}; write http://HOST:PORT, as `gyre serve` printed it")
+        if not service_key:
+            raise SettingsError("the service key is empty; give the one in the file `service-key` beside the store")
         self.url = url.rstrip("/")
         # proxies of the environment neither reach what is near nor may read its key
         self._asks_environment = not self.url.startswith("http://")
@@ -282,7 +300,7 @@ class ServiceClient:
     def _accepted(self, response: httpx.Response, method: str, path: str) -> bytes:
         if response.status_code >= 400:
             raise ServiceError(
-                f"recording service {self.url} refused {method} {path} ({response.status_code}): {response.text[:300]}"
+                f"recording service {self.url} refused {method} {path} ({response.status_code}): {_problem(response)}"
             )
         return response.content
 
@@ -310,6 +328,15 @@ class ServiceClient:
                         " is `gyre serve` running there?"
                     ) from error
             time.sleep(0.2)
+
+
+def _problem(response: httpx.Response) -> str:
+    """Return what a refusal says, its code behind it."""
+    try:
+        refused = msgspec.json.decode(response.content, type=_Refusal).error
+    except msgspec.DecodeError:
+        return response.text[:300]
+    return f"{refused.message} ({refused.code})"
 
 
 def _enforced(limits: Limits) -> dict[str, Any]:

@@ -291,6 +291,29 @@ def test_no_service_is_a_clear_error() -> None:
             pass
 
 
+@pytest.mark.parametrize(
+    ("url", "key", "said"),
+    [
+        ("127.0.0.1:8700", "k", "address is '127.0.0.1:8700'; write http://HOST:PORT"),
+        ("http://127.0.0.1:8700", "\n", "service key is empty; give the one in the file `service-key`"),
+    ],
+)
+def test_what_cannot_be_a_service_is_said_before_it_is_asked(url: str, key: str, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        gyre.ServiceClient(url, key)
+
+
+def test_a_key_as_read_from_its_file_is_taken_and_a_wrong_one_is_told_of(model: Path, tmp_path: Path) -> None:
+    with gyre.serve(gyre.ProxySettings(store=tmp_path / "s.db", model=model, service_key="known")) as service:
+        with gyre.ServiceClient(service.url, "known\n") as read:
+            assert read.status()["replicas"] == []
+        with gyre.ServiceClient(service.url, "wrong") as other:
+            with pytest.raises(
+                ServiceError, match=r"\(401\): .*`service-key` beside its store \(invalid_service_key\)$"
+            ):
+                other.status()
+
+
 def test_proxy_in_the_process_when_no_service_is_given(model: Path, tmp_path: Path, engine: ScriptedEngine) -> None:
     settings = gyre.ProxySettings(store=tmp_path / "s.db", model=model, replicas=(ReplicaSpec(engine.url, 0),))
     with gyre.session(a_task(), proxy=settings, workspace="local") as agent:

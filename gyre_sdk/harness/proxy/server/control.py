@@ -355,7 +355,8 @@ class Control:
         async def guarded(request: web.Request) -> web.StreamResponse:
             if not hmac.compare_digest(bearer(request).encode(), self._service_key.encode()):
                 raise ProtocolError(
-                    "the control API needs the service key: `Authorization: Bearer KEY`",
+                    "the control API needs the service key, `Authorization: Bearer KEY`: the service's GYRE_SERVICE_KEY, else"
+                    " what is in the file `service-key` beside its store",
                     status=401,
                     code="invalid_service_key",
                 )
