@@ -19,7 +19,7 @@ from gyre_sdk.trainer.agents.wire import READY
 from gyre_sdk.trainer.cells.launch import cluster
 from gyre_sdk.trainer.cells.settings import CellsConfig
 from gyre_sdk.trainer.config import TrainerConfig
-from gyre_sdk.trainer.engines import vllm
+from gyre_sdk.trainer.engines import kv, vllm
 from gyre_sdk.trainer.lingering import Linger
 from gyre_sdk.trainer.processes import ChildSpec
 from gyre_sdk.trainer.publish import Publisher
@@ -80,7 +80,14 @@ def _on_gpus(cells: CellsConfig) -> bool:
 
 
 def replica_spec(
-    config: TrainerConfig, publisher: Publisher, transport: str, linger: Linger, *, name: str = "engine", port: int = 0
+    config: TrainerConfig,
+    publisher: Publisher,
+    transport: str,
+    linger: Linger,
+    *,
+    name: str = "engine",
+    port: int = 0,
+    shared: Path | None = None,
 ) -> ChildSpec:
     """Return how a replica is started.
 
@@ -91,6 +98,7 @@ def replica_spec(
     Args:
         transport: how weights will reach it.
         name: of the process, and of its log file.
+        shared: folder of this training's keys and values, for `[engine.kv]`.
     """
     engine = msgspec.structs.replace(config.engine, options=engine_options(config))
     base = PolicyFiles(0, config.policy.model, "")
@@ -114,12 +122,12 @@ def replica_spec(
         answers=answers_within,
     )
     if engine.kind == "vllm":
-        lora = config.policy.lora
+        rank = config.policy.lora.r if config.policy.lora else 0
         return spec(
-            lambda port: vllm.command(engine, files(), port, transport=transport, rank=lora.r if lora else 0),
+            lambda port: vllm.command(engine, files(), port, transport=transport, rank=rank, shared=shared),
             "/health",
             python=engine.python,
-            environment=vllm.ENVIRONMENT,
+            environment={**vllm.ENVIRONMENT, **kv.environment(engine.kv)},
             patience=vllm.PATIENCE,
         )
     requests = engine.request_log

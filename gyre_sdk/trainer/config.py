@@ -14,6 +14,7 @@ import msgspec
 from gyre_sdk import settings
 from gyre_sdk.errors import SettingsError
 from gyre_sdk.trainer.cells.settings import CellsConfig
+from gyre_sdk.trainer.engines import kv
 
 ENVIRONMENT_PREFIX = "GYRE_TRAIN"
 
@@ -271,6 +272,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
     `lora` for vLLM and a policy with adapters, else `file`."""
     python: Path | None = None
     """Python of the environment that vLLM and gyre-sdk are installed in; gyre starts the server with it. None: its own."""
+    kv: kv.KvConfig | None = None
+    """None: what goes on at another replica is computed there again."""
 
     def __post_init__(self) -> None:
         if self.url is not None and self.kind != "vllm":
@@ -279,6 +282,10 @@ class EngineConfig(msgspec.Struct, frozen=True):
             raise ValueError(
                 f"transport = {self.transport!r} belongs to kind = 'vllm'; the embedded engine reads files"
             )
+        started, publish = self.url is None, self.publish
+        wrong = kv.problem(self.kv, vllm=self.kind == "vllm", started=started, publish=publish, options=self.options)
+        if wrong is not None:
+            raise ValueError(wrong)
 
 
 class ProxyConfig(msgspec.Struct, frozen=True):

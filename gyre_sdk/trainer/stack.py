@@ -26,7 +26,7 @@ from gyre_sdk.harness.hooks import Fanout, unobserved
 from gyre_sdk.harness.ports import Observer
 from gyre_sdk.harness.service import ServiceClient
 from gyre_sdk.harness.task import Task
-from gyre_sdk.journal import Journal
+from gyre_sdk.journal import Journal, store_file
 from gyre_sdk.records import RunResult
 from gyre_sdk.trainer.agents.client import Agents, packed
 from gyre_sdk.trainer.agents.settings import AgentSettings
@@ -47,7 +47,7 @@ from gyre_sdk.trainer.children import (
     worker_spec,
 )
 from gyre_sdk.trainer.config import TrainerConfig, save_config
-from gyre_sdk.trainer.engines import vllm
+from gyre_sdk.trainer.engines import kv_files, vllm
 from gyre_sdk.trainer.feed import CallFeed
 from gyre_sdk.trainer.ledger import Ledger, Recovery, VersionPublished, recover
 from gyre_sdk.trainer.lingering import Linger
@@ -278,6 +278,7 @@ class Stack:
 
     def _replicas(self, transport: str) -> list[Child] | list[Launched]:
         """Begin what serves: cells, or one engine; nothing where one was given."""
+        self._keys = self._keys_folder()
         if self.config.cells is not None:
             launcher = self._launcher
             self._cleanup.callback(launcher.close)  # before what they use
@@ -287,7 +288,27 @@ class Stack:
         if self.config.engine.url is not None:
             return []
         port = self.config.engine.port
-        return [self._child(replica_spec(self.config, self.publisher, transport, self._linger, port=port))]
+        return [
+            self._child(
+                replica_spec(self.config, self.publisher, transport, self._linger, port=port, shared=self._keys)
+            )
+        ]
+
+    def _keys_folder(self) -> Path | None:
+        """Return where replicas share keys and values; None where they do not."""
+        kv, output = self.config.engine.kv, self.config.output.dir
+        if kv is None:
+            return None
+        parent = kv.folder or output / "kv"
+        kv_files.clear(parent)
+        found = kv_files.training_folder(
+            parent,
+            output / "kv.name",
+            store=store_file(self.config.store.path),
+            fresh=len(self.ledger.state.versions) <= 1,
+        )
+        self._cleanup.callback(shutil.rmtree, found, ignore_errors=True)
+        return found
 
     def _moved(self, old: str, new: str) -> None:
         """Forget a replica that came back elsewhere, and bring it where it is."""
@@ -331,7 +352,9 @@ class Stack:
         address, waiting = self.core.address, self.core.waiting
 
         def spec(name: str, worker: ChildSpec | None = None, *, standalone: bool = False) -> CellSpec:
-            replica = replica_spec(config, self.publisher, transport, self._linger, name=f"{name}-replica")
+            replica = replica_spec(
+                config, self.publisher, transport, self._linger, name=f"{name}-replica", shared=self._keys
+            )
             return CellSpec(name, replica, worker, cells.resources or None, standalone)
 
         core_cell, *satellites = cell_names(cells)

@@ -10,7 +10,7 @@ from typing import Any
 
 from gyre_sdk.journal import Journal
 from gyre_sdk.trainer.config import EngineConfig
-from gyre_sdk.trainer.engines import vllm
+from gyre_sdk.trainer.engines import kv, vllm
 from gyre_sdk.trainer.ledger import Ledger
 from gyre_sdk.trainer.processes import Child, ChildSpec
 from gyre_sdk.trainer.publish import Publisher
@@ -41,11 +41,13 @@ def published(
         child = Child(
             ChildSpec(
                 "engine",
-                lambda port: vllm.command(config, publisher.current, port, transport=name, rank=rank),
+                lambda port: vllm.command(
+                    config, publisher.current, port, transport=name, rank=rank, shared=place / "kv"
+                ),
                 "/health",
                 place / "engine.log",
                 python=Path(sys.executable),
-                environment={**vllm.ENVIRONMENT, "CUDA_VISIBLE_DEVICES": gpu},
+                environment={**vllm.ENVIRONMENT, **kv.environment(config.kv), "CUDA_VISIBLE_DEVICES": gpu},
                 patience=vllm.PATIENCE,
             ),
             lambda event: None,

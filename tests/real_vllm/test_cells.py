@@ -2,32 +2,79 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 from trainer.cells.cells_kit import Fleet, Forced, Hand, check_calls, converse_all, fleet, moves, until, weights
 from training_kit import make_model
 from vllm_environment import VLLM_PYTHON, environment
 
-from gyre_sdk.trainer.cells.load import kv_tokens
+import gyre_sdk as gyre
+from gyre_sdk.journal import Journal
+from gyre_sdk.records import CallRecord
+from gyre_sdk.trainer.cells.rates import cache_tokens
 from gyre_sdk.trainer.config import EngineConfig
-from gyre_sdk.trainer.engines import vllm
+from gyre_sdk.trainer.engines import kv, vllm
+from gyre_sdk.trainer.engines.kv import KvConfig
 from gyre_sdk.trainer.processes import ChildSpec
 from gyre_sdk.trainer.transports import Replica
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 RUNS, CALLS, TOKENS, SWITCHES = 4, 6, 16, 4
+LONG, BLOCK, FILE, FILES = 600, 32, 64, 4
+"""Tokens that a long call samples, a block of the cache holds, a file holds; files of a long prompt, at least."""
 SHAPE = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.2}
 """vLLM's CPU kernels want heads of 32; weights large enough that no two tokens are about equally likely."""
 ENGINE = EngineConfig(
     kind="vllm",
     python=VLLM_PYTHON,
     max_batch=16,
-    options=["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager"],
+    options=["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--block-size", str(BLOCK)],
+    kv=KvConfig(memory_gib=1 / 16, blocks_per_chunk=FILE // BLOCK),
 )
+
+
+def long_call(served: Fleet, number: int) -> CallRecord:
+    """Make a greedy call with a long prompt of its own; return what is on record of it."""
+    words = " ".join(map(str, range(1000 * number, 1000 * number + 60)))
+    task = gyre.Task(name="long", instruction=words, scorer=lambda workspace: 1.0)
+    with gyre.session(task, service=served.service, workspace="local") as agent:
+        agent.openai().chat.completions.create(
+            model="policy",
+            messages=[{"role": "user", "content": task.instruction}],
+            max_tokens=LONG,
+            temperature=0.0,
+            extra_body={"ignore_eos": True},
+        )
+    with Journal(served.store, "r") as journal:
+        return next(iter(journal.calls(agent.result.run)))
+
+
+def metric(url: str, name: str) -> float:
+    """Return the sum of a metric."""
+    page = httpx.get(f"{url}/metrics", trust_env=False).text
+    return sum(float(line.split()[-1]) for line in page.splitlines() if re.match(rf"vllm:{name}[{{ ]", line))
+
+
+def written(served: Fleet) -> int:
+    """Return how many files there are of the version that is served."""
+    layouts = (served.store.parent / "kv").glob("*")
+    return sum(len(list((one / str(served.publisher.current.version)).rglob("*.bin"))) for one in layouts)
+
+
+def sampled(url: str, ids: list[int], count: int, salt: str) -> list[int]:
+    """Return what a replica samples greedily after these tokens."""
+    settings = {"temperature": 0.0, "ignore_eos": True, "max_tokens": count}
+    body = {"model": "policy", "token_ids": ids, "cache_salt": salt, "sampling_params": settings}
+    answer = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=120, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    return list(answer.json()["choices"][0]["token_ids"])
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +85,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     def replica(found: Fleet, number: int) -> ChildSpec:
         return ChildSpec(
             f"cell-{number}-replica",
-            lambda port: vllm.command(ENGINE, found.publisher.current, port, transport="file"),
+            lambda port: vllm.command(ENGINE, found.publisher.current, port, transport="file", shared=folder / "kv"),
             "/health",
             folder / f"cell-{number}.log",
             python=VLLM_PYTHON,
-            environment={**vllm.ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+            environment={
+                **vllm.ENVIRONMENT,
+                **kv.environment(ENGINE.kv),
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            },
             patience=600.0,
             on_death=found.publisher.lost,
             on_ready=found.publisher.returned,
@@ -81,7 +133,8 @@ def test_vllm_that_slept_serves_what_was_published_meanwhile(served: Fleet) -> N
     """Its keys and values of before are gone with the weights: the answer is that of the version on record."""
     policy: dict[str, Any] = weights(served)
     cell = served.cells()[0]
-    assert (kv_tokens(cell.url) or 0) >= 1024, "the plan's capacity is measured from it"
+    page = httpx.get(f"{cell.url}/metrics", trust_env=False).text
+    assert (cache_tokens(page) or 0) >= 1024, "the plan's capacity is measured from it"
     served.publisher.withdraw(cell.url, 0.0)
     with Replica(cell.url, 0) as replica:
         cell.parking.park(replica)
@@ -100,3 +153,72 @@ def test_vllm_that_slept_serves_what_was_published_meanwhile(served: Fleet) -> N
     served.publisher.restore(cell.url)
     assert first == second
     check_calls(served.store, [run, again], 2, TOKENS, {version})
+
+
+def test_a_call_that_is_cut_finds_its_prefix_at_the_other_cell(served: Fleet) -> None:
+    """Its cell goes to training: the other takes its keys from the folder, and goes on as a quiet cell would."""
+    policy, (one, other) = weights(served), served.urls
+    served.publisher.publish(policy, step=2)
+    before = metric(other, "external_prefix_cache_hits_total")
+    with ThreadPoolExecutor(1) as pool:
+        for number in range(1, 20):
+            served.publisher.withdraw(other, 0.0)
+            begun = metric(one, "generation_tokens_total")
+            files = written(served)
+            running = pool.submit(long_call, served, number)
+            until(lambda begun=begun: metric(one, "generation_tokens_total") > begun, "the core's cell has the call")
+            until(lambda files=files: written(served) >= files + FILES, "what it was asked is in the folder")
+            served.publisher.restore(other)
+            forced = Forced([1], live=lambda running=running: not running.done())
+            with served.manager(served.cells(), Hand("cell-1"), decide=forced):
+                call = running.result(120)
+            with Journal(served.store, "r") as journal:
+                attempts = journal.attempts(call.call)
+            if len(attempts) > 1:
+                break
+    assert [attempt.replica for attempt in attempts] == served.urls
+    found = metric(other, "external_prefix_cache_hits_total") - before
+    assert found >= FILES * FILE
+    served.publisher.publish(policy, step=3)  # the same weights as another version: nothing of the old one is found
+    hits = [metric(url, "external_prefix_cache_hits_total") for url in served.urls]
+    quiet = long_call(served, number)
+    assert quiet.prompt_ids == call.prompt_ids and quiet.sampled_ids == call.sampled_ids
+    assert [metric(url, "external_prefix_cache_hits_total") for url in served.urls] == hits
+
+
+def test_keys_of_older_weights_are_never_used(served: Fleet) -> None:
+    """Not by a request that brings the salt of an older version, nor by a call that was under way when weights changed."""
+    policy = weights(served)
+    changed = {name: tensor * 1.5 if "down_proj" in name else tensor for name, tensor in policy.items()}
+    one, other = served.urls
+    ids = [3 + 7 * n % 60 for n in range(FILES * FILE)]
+    served.publisher.publish(policy, step=99)
+    before = sampled(one, ids, TOKENS, "s")
+    until(lambda: written(served) >= FILES, "it is in the folder")
+    hits = metric(other, "external_prefix_cache_hits_total")
+    assert sampled(other, ids, TOKENS, "s") == before
+    assert metric(other, "external_prefix_cache_hits_total") - hits >= (FILES - 1) * FILE
+    with ThreadPoolExecutor(1) as pool:
+        for number in range(100, 120):
+            begun = sum(metric(url, "generation_tokens_total") for url in served.urls)
+            running = pool.submit(long_call, served, number)
+            until(
+                lambda begun=begun: sum(metric(url, "generation_tokens_total") for url in served.urls) > begun,
+                "it is under way",
+            )
+            version = served.publisher.publish(policy if number % 2 else changed, step=number)
+            call = running.result(120)
+            if len(call.versions) > 1:
+                break
+    if number % 2:
+        version = served.publisher.publish(changed, step=number + 1)
+    hits = metric(one, "external_prefix_cache_hits_total")
+    after = sampled(one, ids, TOKENS, "s")
+    assert metric(one, "external_prefix_cache_hits_total") == hits
+    assert after == sampled(one, ids, TOKENS, "t") == sampled(other, ids, TOKENS, "s") != before
+
+    new = call.versions[-1]
+    if new.version != version:
+        served.publisher.publish(policy, step=number + 2)
+    rest = sampled(other, [*call.prompt_ids, *call.sampled_ids[: new.start]], LONG - new.start, "u")
+    assert call.sampled_ids[new.start :] == rest

@@ -9,9 +9,7 @@ into routing. So a cell's devices have one user at any time, and a replica that 
 that were compared with what was published.
 
 A call that is carried to another cell has its context filled in there again: the keys and values of this cell are lost.
-Where that is dear, an engine can share them (vLLM: `--kv-transfer-config` with a store outside of the engines, such as
-MooncakeStore or LMCache's server, among `engine.options`): the other cell then finds them, as long as the version is the
-same, since the version is the cache's salt. Connectors inside an engine's process are emptied with it and help nobody.
+Where that is dear, vLLM's replicas share them (`engines/kv.py`): the other cell then finds what the same version computed.
 """
 
 from __future__ import annotations

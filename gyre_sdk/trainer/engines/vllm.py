@@ -9,7 +9,11 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from gyre_sdk.trainer.engines import kv
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from gyre_sdk.trainer.config import EngineConfig
     from gyre_sdk.trainer.weights import PolicyFiles
 
@@ -46,7 +50,9 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, _WORKER, "FileEngine")
 
 
-def command(config: EngineConfig, files: PolicyFiles, port: int, *, transport: str, rank: int = 0) -> list[str]:
+def command(
+    config: EngineConfig, files: PolicyFiles, port: int, *, transport: str, rank: int = 0, shared: Path | None = None
+) -> list[str]:
     """Return module and arguments of a server that starts with these weights.
 
     Args:
@@ -55,6 +61,7 @@ def command(config: EngineConfig, files: PolicyFiles, port: int, *, transport: s
         port: where it listens.
         transport: `file`, `lora` or `nccl`.
         rank: of the adapters, for `lora`.
+        shared: folder of this training's keys and values, for `[engine.kv]`.
     """
     arguments = ["vllm.entrypoints.openai.api_server", "--model", str(files.folder)]
     arguments += ["--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)]
@@ -66,6 +73,8 @@ def command(config: EngineConfig, files: PolicyFiles, port: int, *, transport: s
         arguments += ["--max-lora-rank", str(_rank(rank))]
     backend = "nccl" if transport == "nccl" else BACKEND
     arguments += ["--weight-transfer-config", json.dumps({"backend": backend})]
+    if config.kv is not None and shared is not None:
+        arguments += kv.arguments(config.kv, shared)
     return [*arguments, "--disable-uvicorn-access-log", *config.options]
 
 

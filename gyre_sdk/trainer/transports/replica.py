@@ -109,9 +109,16 @@ class Replica:
     def paused(self) -> Iterator[None]:
         """Let nothing be sampled meanwhile; what is running waits, loses its cached keys, and goes on afterwards.
 
-        A replica whose update failed stays paused: what it would sample from is not known.
+        A replica whose update failed stays paused: what it would sample from is not known. One that cannot be paused now,
+        since keys and values are on their way into its cache, goes on, so that they arrive.
         """
-        self.post("/pause?mode=keep&clear_cache=true", {})
+        before = self.is_paused()
+        try:
+            self.post("/pause?mode=keep&clear_cache=true", {})
+        except Unready:
+            if not before:
+                self.resume()
+            raise
         yield
         self.resume()
 
