@@ -14,8 +14,10 @@ from typing import Any
 
 __all__ = ["SWEEP_S", "clear", "layout_name", "sweep", "training_folder"]
 
-SWEEP_S = 20.0
+SWEEP_S = 60.0
 """Seconds between two looks at the size of the folder."""
+_PREFIX = "gyre-kv-"
+"""Of the folders' names: what else lies beside them is not touched."""
 _LEFT_S = 600.0
 """Seconds after which a folder that no replica looks after counts as left behind."""
 
@@ -32,7 +34,7 @@ def training_folder(parent: Path, record: Path, *, store: Path, fresh: bool) -> 
     about = f"{store.resolve()} {store.stat().st_ino}"
     name, _, before = record.read_text().partition("\n") if record.is_file() else ("", "", "")
     if fresh or before != about:
-        name = secrets.token_hex(8)
+        name = _PREFIX + secrets.token_hex(8)
         record.write_text(f"{name}\n{about}")
     return parent / name
 
@@ -74,7 +76,8 @@ def sweep(root: Path, version: str | None, limit: int) -> None:
 
 def clear(parent: Path, now: float | None = None) -> None:
     """Remove the folders of trainings that were killed: those that no replica has looked after for ten minutes."""
-    for folder in parent.iterdir() if parent.is_dir() else ():
-        touched = [path.stat().st_mtime for path in (folder, *folder.iterdir())] if folder.is_dir() else []
-        if touched and (now or time.time()) - max(touched) > _LEFT_S:
-            shutil.rmtree(folder, ignore_errors=True)
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with suppress(FileNotFoundError):  # another training clears too
+            touched = max(path.stat().st_mtime for path in (folder, *folder.glob("*")))
+            if (now or time.time()) - touched > _LEFT_S:
+                shutil.rmtree(folder, ignore_errors=True)

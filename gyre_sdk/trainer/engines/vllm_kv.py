@@ -170,7 +170,8 @@ class FolderTier(FileSystemTierManager):
 
     def _sweep(self) -> None:
         while not self._closing.wait(SWEEP_S):
-            sweep(self._root, self._version(), self._limit)
+            with suppress(OSError):  # other replicas sweep too
+                sweep(self._root, self._version(), self._limit)
 
 
 class Names:

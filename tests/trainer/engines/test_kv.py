@@ -97,12 +97,18 @@ def test_older_versions_go_and_then_the_oldest_files(tmp_path: Path) -> None:
 
 def test_what_a_killed_training_left_is_cleared(tmp_path: Path) -> None:
     clear(tmp_path / "nowhere")
-    left, used = (write(tmp_path, f"{name}/layout/3/abc/1.bin", 1, 1.0).parents[2] for name in ("left", "used"))
-    for path in (left, left.parent, used.parent):
+    store = tmp_path / "s.db"
+    store.touch()
+    left, used = (training_folder(tmp_path, tmp_path / f"{n}.name", store=store, fresh=True) for n in range(2))
+    others = [write(tmp_path, name, 1, 1000.0) for name in ("results/3/abc/1.bin", "notes.txt")]
+    for path in (left, used):
+        write(path, "layout/3/abc/1.bin", 1, 1.0)
+        os.utime(path / "layout", (1000.0, 1000.0))
         os.utime(path, (1000.0, 1000.0))
-    os.utime(used, (1500.0, 1500.0))
+    os.utime(used / "layout", (1500.0, 1500.0))
+    os.utime(others[0].parents[2], (1000.0, 1000.0))
     clear(tmp_path, now=1900.0)
-    assert not left.exists() and used.exists()
+    assert not left.exists() and used.exists() and all(path.exists() for path in others)
 
 
 def test_a_layout_has_a_name_whatever_the_folder_of_the_model() -> None:
