@@ -1,16 +1,21 @@
-"""Calls that are ended at their very first step, or before."""
+"""Calls that are ended at their very first step, or before; what is kept of those that have ended."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from proxy_toy import toy_template
 
+from gyre_sdk.harness.proxy.answers.deltas import joined
+from gyre_sdk.harness.proxy.dialects.canonical import Delta, Part, ToolCall
 from gyre_sdk.harness.proxy.routing import ReplicaSpec
 from gyre_sdk.harness.proxy.server import ProxySettings
 from gyre_sdk.harness.proxy.server.budgets import Limits
@@ -92,3 +97,22 @@ def test_a_run_that_is_closed_while_a_request_is_prepared(tmp_path: Path) -> Non
     asyncio.run(served(tmp_path, use))
     with Journal(tmp_path / "s.db", "r") as journal:
         assert list(journal.calls()) == []
+
+
+WORDS = st.lists(st.tuples(st.sampled_from([Part.REASONING, Part.CONTENT, Part.ARGUMENTS]), st.text(min_size=1)))
+
+
+@given(WORDS, st.lists(st.integers(0, 9), max_size=3))
+def test_deltas_that_nobody_reads_any_more_say_the_same(words: list[tuple[Part, str]], calls: list[int]) -> None:
+    """In the same order, and never two of one part behind each other."""
+    deltas = [Delta(Part.CALL, call=ToolCall("first", "name"))] + [Delta(part, text) for part, text in words]
+    for number, place in enumerate(calls):
+        deltas.insert(1 + min(place, len(words)), Delta(Part.CALL, call=ToolCall(f"c{number}", "name")))
+    few = joined(deltas)
+    assert said(few) == said(deltas)
+    assert all(a.part is not b.part or a.call for a, b in itertools.pairwise(few))
+
+
+def said(deltas: list[Delta]) -> list[tuple[Part, str, ToolCall | None]]:
+    """Return the letters of deltas, each with its part."""
+    return [(item.part, letter, item.call) for item in deltas for letter in item.text or [""]]

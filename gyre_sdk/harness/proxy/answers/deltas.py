@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from gyre_sdk.harness.proxy.dialects.canonical import Answer, Delta, Part, ToolCall
 
 
@@ -37,6 +39,17 @@ class Deltas:
         """Return what all deltas add up to."""
         calls = tuple(ToolCall(call.id, call.name, "".join(texts)) for call, texts in self._calls)
         return Answer("".join(self._texts[Part.CONTENT]), "".join(self._texts[Part.REASONING]), calls)
+
+
+def joined(deltas: Iterable[Delta]) -> list[Delta]:
+    """Return what deltas say with few of them: texts of one part that follow each other become one."""
+    out = Deltas()
+    for delta in deltas:
+        if delta.call is not None:
+            out.call(delta.call)
+        else:
+            out.text(delta.part, delta.text)
+    return out.take()
 
 
 class Trimmed:

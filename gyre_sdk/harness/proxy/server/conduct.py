@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from gyre_sdk.errors import GyreError, ProtocolError
+from gyre_sdk.harness.proxy.answers.deltas import joined
 from gyre_sdk.harness.proxy.dialects import Answer, Choice, Delta, ModelRequest, TokenText
 from gyre_sdk.harness.proxy.dialects.history import Ids, Origin, ids_text
 from gyre_sdk.harness.proxy.exchange import (
@@ -161,6 +162,10 @@ class LiveCall(ModelCall):
         """Bring `deltas` to what may be shown by now."""
         if not self.done:
             self.speech.hear(self.exchange.ids, self.exchange.released)
+
+    def compact(self) -> None:
+        """Keep `deltas` as few: nobody reads them piece by piece any more."""
+        self.speech.deltas = joined(self.speech.deltas)
 
     def choice(self) -> Choice:
         """Return the finished answer."""

@@ -102,6 +102,8 @@ class Delivery:
         finally:
             for call in turn.calls:
                 call.watchers -= 1
+                if call.done and not call.watchers:
+                    call.compact()
         return response
 
     async def _wait_for_start(self, turn: Turn) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from gyre_sdk.errors import GyreError, ProtocolError
+from gyre_sdk.harness.proxy.answers.deltas import joined
 from gyre_sdk.harness.proxy.dialects import Answer, Choice, Delta, ModelRequest, TokenText
 from gyre_sdk.harness.proxy.dialects.canonical import Message, answer_of
 from gyre_sdk.harness.proxy.recorder import durable
@@ -103,6 +104,10 @@ class HostedCall(ModelCall):
 
     def advance(self) -> None:
         """Nothing: what comes may be shown."""
+
+    def compact(self) -> None:
+        """Keep `deltas` as few: nobody reads them piece by piece any more."""
+        self._deltas = joined(self._deltas)
 
     def choice(self) -> Choice:
         """Return the finished answer."""

@@ -90,6 +90,10 @@ class ModelCall(ABC):
     def token_texts(self, start: int, end: int) -> tuple[TokenText, ...]:
         """Return sampled tokens as agents may ask to see them."""
 
+    @abstractmethod
+    def compact(self) -> None:
+        """Keep `deltas` as few: nobody reads them piece by piece any more."""
+
     def changes(self) -> asyncio.Event:
         """Return what is set at the next change; take it before looking."""
         return self._changed
