@@ -7,13 +7,16 @@ import itertools
 import json
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from proxy_toy import toy_template
 
+from gyre_sdk.errors import ProtocolError
 from gyre_sdk.harness.proxy.answers.deltas import joined
 from gyre_sdk.harness.proxy.dialects.canonical import Delta, Part, ToolCall
 from gyre_sdk.harness.proxy.routing import ReplicaSpec
@@ -33,14 +36,18 @@ from gyre_sdk.journal import Journal
 from gyre_sdk.records import MAIN, CallStatus, LaneId, LaneRecord, RunId, RunRecord
 
 
-async def served(folder: Path, use: Callable[[Services, Registry], Awaitable[None]]) -> None:
+async def served(
+    folder: Path, use: Callable[[Services, Registry], Awaitable[None]], context: int | None = None
+) -> None:
     """Give what serves calls, without HTTP in front; its replica refuses connections."""
     settings = ProxySettings(store=folder / "s.db", model=folder, replicas=(ReplicaSpec("http://127.0.0.1:9"),))
     upstream = Upstream(versions={})
     await upstream.open()
     with Journal(settings.store) as journal:
         fleet = Fleet(upstream, settings.replicas)
-        services = Services(settings, journal, Templates(settings, toy_template()), fleet, asyncio.create_task)
+        services = Services(
+            settings, journal, Templates(settings, replace(toy_template(), context=context)), fleet, asyncio.create_task
+        )
         try:
             await use(services, Registry(journal, settings))
         finally:
@@ -92,11 +99,29 @@ def test_a_run_that_is_closed_while_a_request_is_prepared(tmp_path: Path) -> Non
         lane.run.closed = True
         turn = await asking
         assert turn.problem is not None and turn.problem.code == "run_closed"
-        assert not lane.run.live and not any(lane.run.turns.values())
+        assert not lane.run.live and not lane.run.turns
 
     asyncio.run(served(tmp_path, use))
     with Journal(tmp_path / "s.db", "r") as journal:
         assert list(journal.calls()) == []
+
+
+def test_requests_that_come_to_nothing_leave_nothing(tmp_path: Path) -> None:
+    """An agent may send any number of requests that are too long, or come after the end."""
+
+    async def use(services: Services, registry: Registry) -> None:
+        lane = opened(services, registry)
+        intake = Intake(services, Conversations(services.journal))
+        for number in range(3):
+            long = msgspec.structs.replace(asked(lane, 100 + number), key="again")
+            turn = await intake.turn(long)
+            assert turn.problem is not None and turn.problem.code == "context_length_exceeded"
+        lane.run.closed = True
+        with pytest.raises(ProtocolError, match="closed"):
+            await intake.turn(asked(lane, 1))
+        assert not lane.run.turns and not lane.run.keyed and not lane.run.named
+
+    asyncio.run(served(tmp_path, use, context=50))
 
 
 WORDS = st.lists(st.tuples(st.sampled_from([Part.REASONING, Part.CONTENT, Part.ARGUMENTS]), st.text(min_size=1)))

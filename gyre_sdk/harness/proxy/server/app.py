@@ -209,5 +209,12 @@ async def _errors(
 
 
 def _refused(request: web.Request, error: ProtocolError) -> web.Response:
+    """Return the answer that tells of an error.
+
+    Raises:
+        ConnectionError: another answer has begun: the connection ends, so that it does not look whole.
+    """
+    if request.writer.output_size > 0:
+        raise ConnectionResetError("an answer has begun; another one cannot take its place")
     request.app[_METRICS].refusals.add(str(error.status), error.code)
     return refusal(request.path, request.headers, error)

@@ -15,7 +15,7 @@ from gyre_sdk.harness.proxy.server.model_call import ModelCall
 from gyre_sdk.harness.proxy.server.orphans import close_attempts, revive
 from gyre_sdk.harness.proxy.server.prepare import OFF_LOOP, new_turn, prepare, track
 from gyre_sdk.harness.proxy.server.protocols import RESPONSES
-from gyre_sdk.harness.proxy.server.state import Lane, Orphan, body_digest
+from gyre_sdk.harness.proxy.server.state import Lane, Orphan, RunState, body_digest
 from gyre_sdk.harness.proxy.server.turns import Turn, repeated
 
 
@@ -65,6 +65,7 @@ class Intake:
             self._services.metrics.retries.add(how)
             return turn
         if run.closed:
+            _forget(run, place)
             raise run.refusal()
         turn = new_turn(request)
         turn.key = key
@@ -80,10 +81,10 @@ class Intake:
                 raise run.refusal()  # it was closed meanwhile: nothing would end these calls
         except ProtocolError as error:
             turn.problem = error
-            turns.remove(turn)
+            _forget(run, place, turn)
         except BaseException:
             turn.problem = ProtocolError("internal error", status=500, code="internal_error", retryable=True)
-            turns.remove(turn)
+            _forget(run, place, turn)
             turn.ready.set()  # whoever repeats the request meanwhile must not wait for ever
             raise
         else:
@@ -122,3 +123,13 @@ class Intake:
         track(run, call)
         run.live.add(call)
         call.start(lambda: run.live.discard(call))
+
+
+def _forget(run: RunState, place: tuple[str, str], turn: Turn | None = None) -> None:
+    """Keep nothing of a request that came to nothing: an agent may send any number of them."""
+    turns = run.turns[place]
+    if turn is not None:
+        turns.remove(turn)
+        run.keyed = {key: kept for key, kept in run.keyed.items() if kept is not turn} if turn.key else run.keyed
+    if not turns:
+        del run.turns[place]
