@@ -150,6 +150,8 @@ def test_preferences_have_the_same_prompt(store: Path, tmp_path: Path) -> None:
     assert report.left_out["pair_without_contrast"] == 1 and report.left_out["run_without_group"] == 1
     (whole,), _ = lines(store, tmp_path, "dpo", whole=True)
     assert [message["role"] for message in whole["chosen"]] == ["assistant", "tool", "assistant"]
+    again, more = lines(store, tmp_path, "dpo", best=9)
+    assert again == [pair] and more.left_out == report.left_out, "no run is compared twice"
     none, report = lines(store, tmp_path, "dpo", min_reward=2.0)
     assert none == [] and report.left_out["pair_below_min_reward"] == 1
 

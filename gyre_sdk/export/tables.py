@@ -114,8 +114,8 @@ def _dpo(
         report.left_out["run_without_group"] += 1
         return
     ranked = _ranked(group)
-    pairs = zip(ranked, reversed(ranked), strict=True)
-    for better, worse in list(pairs)[: len(ranked) // 2 if wanted.best is None else wanted.best]:
+    pairs = list(zip(ranked, reversed(ranked), strict=True))[: len(ranked) // 2]
+    for better, worse in pairs[: wanted.best]:
         high, low = _reward(better), _reward(worse)
         if high <= low or (wanted.min_reward is not None and high < wanted.min_reward):
             report.left_out["pair_without_contrast" if high <= low else "pair_below_min_reward"] += 1

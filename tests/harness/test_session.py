@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -17,7 +18,14 @@ from proxy_engine import Finish, ScriptedEngine, Tokens, Wait
 from session_kit import QUESTION, a_task, ask, stored
 
 import gyre_sdk as gyre
-from gyre_sdk.errors import ImageMissing, ServiceError, SettingsError, WorkspaceError, WorkspaceUnavailable
+from gyre_sdk.errors import (
+    ImageMissing,
+    ScoringError,
+    ServiceError,
+    SettingsError,
+    WorkspaceError,
+    WorkspaceUnavailable,
+)
 from gyre_sdk.events import Event, LaneOpened, RunEnded, RunStarted, ToolRan
 from gyre_sdk.harness.agent import Lane
 from gyre_sdk.harness.limits import classify
@@ -180,6 +188,11 @@ def test_own_score_wins_and_is_asked_once(service: gyre.ServiceClient) -> None:
     with gyre.session(task, service=service, workspace="local") as agent:
         agent.score(Score(0.5, {"style": 1.0}))
     assert agent.result.reward == 0.5 and agent.result.parts == {"style": 1.0}
+    with gyre.session(task, service=service, workspace="local") as agent:
+        for value in (math.nan, math.inf, Score(0.5, {"style": math.nan})):
+            with pytest.raises(ScoringError, match="give a finite number"):
+                agent.score(value)
+    assert agent.result.reward == 0.25 and asked == [1, 1]
 
 
 def test_observer_that_raises_is_dropped(service: gyre.ServiceClient) -> None:

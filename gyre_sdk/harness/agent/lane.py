@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import isfinite
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from gyre_sdk.errors import SettingsError
+from gyre_sdk.errors import ScoringError, SettingsError
 from gyre_sdk.harness.agent.context import RunContext
 from gyre_sdk.harness.agent.gate import gated
 from gyre_sdk.harness.agent.scope import CompactionScope, SubagentScope
@@ -214,10 +215,14 @@ class Agent(Lane):
             value: the reward itself, where the block knows it; None runs the task's scorer.
 
         Raises:
-            ScoringError: the scorer failed or gave no finite number.
+            ScoringError: the scorer failed, or there is no finite number.
         """
         if value is None:
             self._score = self.context.score()
-        else:
-            self._score = value if isinstance(value, Score) else Score(reward=float(value))
-        return self._score
+            return self._score
+        score = value if isinstance(value, Score) else Score(reward=float(value))
+        for number in (score.reward, *score.parts.values()):
+            if number is not None and not isfinite(number):
+                raise ScoringError(f"agent.score got {number}; give a finite number, or None to run the task's scorer")
+        self._score = score
+        return score
