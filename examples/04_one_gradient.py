@@ -1,6 +1,6 @@
 """One step of the flow: a closed group becomes a unit, the unit a loss and a gradient of the policy.
 
-python examples/04_one_gradient.py STORE MODEL [GROUP]
+python examples/04_one_gradient.py STORE MODEL [GROUP]      (needs gyre-sdk[train])
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """TRL's own trainers on whole agent runs: the demo's policy learns the demo's tasks with `GRPOTrainer` or `AsyncGRPOTrainer`.
 
-python examples/07_trl_trainers.py --trainer grpo --dir .gyre/trl [--steps 40]
+python examples/07_trl_trainers.py --trainer grpo --dir .gyre/trl [--steps 40]      (needs gyre-sdk[train])
 
 The demo (`examples/quickstart`) gives tasks, agent and policy; gyre runs the agent in workspaces, records its calls and
 serves the weights; loss and loop are TRL's. Prints rewards on held-out tasks before and after, as one JSON line.

@@ -52,7 +52,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workspace", choices=["auto", "docker", "local"], default="auto")
     parser.add_argument("--plain", action="store_true", help="lines in place of the live view")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of quickstart.toml")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.tasks < 1:
+        parser.error(f"--tasks {arguments.tasks}: an evaluation needs one task at least")
+    return arguments
 
 
 def _demo(arguments: argparse.Namespace) -> dict[str, Any]:
