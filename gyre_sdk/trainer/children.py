@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import secrets
 import urllib.request
 from collections.abc import Callable
 from functools import partial
@@ -235,24 +234,6 @@ def worker_spec(
         about=f"{_state_of(*config.policy.model.iterdir())} {settings}",
         fit=lambda url: cell in waiting(),
     )
-
-
-def write_key(path: Path) -> str:
-    """Draw a key, and leave it in a file that only this user can read; return it."""
-    key = secrets.token_urlsafe(32)
-    path.touch(mode=0o600)
-    path.chmod(0o600)
-    path.write_text(key)
-    return key
-
-
-def kept_key(path: Path) -> str:
-    """Return the key in a file that only this user can read; where there is none yet, draw one."""
-    if path.is_file() and not path.stat().st_mode & 0o077:
-        key = path.read_text().strip()
-        if key:
-            return key
-    return write_key(path)
 
 
 def _state_of(*paths: Path) -> str:

@@ -39,7 +39,6 @@ from gyre_sdk.trainer.children import (
     agents_spec,
     cell_names,
     engine_options,
-    kept_key,
     process_names,
     proxy_spec,
     replica_spec,
@@ -49,6 +48,7 @@ from gyre_sdk.trainer.children import (
 from gyre_sdk.trainer.config import TrainerConfig, save_config
 from gyre_sdk.trainer.engines import kv_files, vllm
 from gyre_sdk.trainer.feed import CallFeed
+from gyre_sdk.trainer.keys import kept_key
 from gyre_sdk.trainer.ledger import Ledger, Recovery, VersionPublished, recover
 from gyre_sdk.trainer.lingering import Linger
 from gyre_sdk.trainer.processes import Child, ChildSpec

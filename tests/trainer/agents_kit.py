@@ -22,8 +22,8 @@ from gyre_sdk.trainer.agents.client import Agents
 from gyre_sdk.trainer.agents.outcome import Outcome
 from gyre_sdk.trainer.agents.settings import AgentSettings
 from gyre_sdk.trainer.agents.wire import KEY_FILE, READY, Order
-from gyre_sdk.trainer.children import kept_key
 from gyre_sdk.trainer.config import TrainerConfig, load_config
+from gyre_sdk.trainer.keys import kept_key
 from gyre_sdk.trainer.rollouts import cancel_runs_of
 from gyre_sdk.trainer.tasks import load_tasks
 

@@ -49,6 +49,7 @@ from gyre_sdk.trainer.agents.wire import (
     answer,
     listen,
 )
+from gyre_sdk.trainer.keys import read_key
 
 _EVENTS = 20_000
 """Events that may wait for a trainer; the oldest are forgotten."""
@@ -258,23 +259,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         host.stop()
     return 0
-
-
-def read_key(path: Path) -> bytes:
-    """Return the key in a file.
-
-    Raises:
-        SettingsError: it is not there, or others may read it.
-    """
-    try:
-        if path.stat().st_mode & 0o077:
-            raise SettingsError(f"{path}: others may read it; run: chmod 600 {path}")
-        key = path.read_bytes().strip()
-    except OSError as error:
-        raise SettingsError(f"{path}: {error}") from error
-    if not key:
-        raise SettingsError(f"{path}: it is empty")
-    return key
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -22,6 +22,7 @@ import typer
 
 from gyre_sdk.errors import GyreError, SettingsError
 from gyre_sdk.trainer.config import TrainerConfig, load_config, read_config
+from gyre_sdk.trainer.keys import read_key
 from gyre_sdk.trainer.main import DONE, FAILED, MISCONFIGURED, quiet_libraries
 from gyre_sdk.trainer.sharing.companions import Companions, Meeting, devices_of
 from gyre_sdk.trainer.sharing.companions import meet as meet_ranks
@@ -49,7 +50,7 @@ def command(
     """Train units of the batch that a trainer has open, whenever it admits this cell."""
     try:
         settings = _settings(config, set_ or [])
-        address, secret = _address(core), _key(key_file)
+        address, secret = _address(core), read_key(key_file)
         quiet_libraries()
         if rank is not None:
             _follow(settings, rank, meet)
@@ -118,18 +119,6 @@ def _address(text: str) -> Address:
     if not (colon and host and port.isdigit()):
         raise SettingsError(f"--core {text!r} is not HOST:PORT, for example 127.0.0.1:29400")
     return host, int(port)
-
-
-def _key(path: Path) -> bytes:
-    try:
-        if path.stat().st_mode & 0o077:
-            raise SettingsError(f"--key-file {path}: others may read it; run: chmod 600 {path}")
-        key = path.read_bytes().strip()
-    except OSError as error:
-        raise SettingsError(f"--key-file {path}: {error}") from error
-    if not key:
-        raise SettingsError(f"--key-file {path}: it is empty")
-    return key
 
 
 def _say(cell: str) -> None:
