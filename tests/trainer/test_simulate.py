@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -75,13 +76,17 @@ def test_conservation(scenario, name, seed):
     workload = drawn(scenario, seed)
     setup = setups(scenario)[name]
     fleet = Fleet(scenario, workload, setup.mode, record=True)
+    looks = []
 
     def watched(seen_fleet):
         seen = seen_fleet.observe()
         assert seen.serving + seen.training + seen.moving == scenario.fleet.cells
         assert seen.finished <= seen.started <= seen.dispatched <= workload.runs
         assert seen.water == sum(seen_fleet.unfinished)
-        return setup.decide(seen_fleet)
+        actions = setup.decide(seen_fleet)
+        left = sum(action.cells for action in actions if action.move is Move.TO_TRAINING)
+        looks.append((seen.started, seen.finished, seen.serving - left))
+        return actions
 
     fleet.run(watched)
     counts, batch = fleet.counts, scenario.batch
@@ -90,6 +95,15 @@ def test_conservation(scenario, name, seed):
     assert len(fleet.trace.steps) == batch.steps
     assert fleet.trace.steps == sorted(fleet.trace.steps)
     assert len(fleet.trace.staleness) == batch.steps * batch.groups
+    for (started, finished, serving), (after, _, _) in pairwise(looks):
+        assert after == started or after - finished <= serving * scenario.fleet.slots + 1e-6, "no slot was free"
+    assert counts.switches == sum(action.cells for _, action in fleet.trace.actions)
+    for history in fleet.trace.cells:
+        for (since, state), (until, _) in pairwise(history):
+            if state is CellState.LOADING:
+                assert until - since == pytest.approx(scenario.costs.load_s, abs=1e-6)
+            if state is CellState.SWITCHING:
+                assert until - since >= scenario.costs.switch_s - 1e-6
     assert min(fleet.trace.staleness) >= 0
     assert max(fleet.trace.staleness) < 2 * batch.mu - 1 + batch.ahead + 1e-9
     per_cell = gpu_seconds(fleet)
