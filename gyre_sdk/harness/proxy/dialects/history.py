@@ -24,7 +24,7 @@ import numpy.typing as npt
 from gyre_sdk.errors import TreeError
 from gyre_sdk.harness.proxy.dialects.canonical import Message, identity, tools_identity
 from gyre_sdk.harness.proxy.dialects.message_trie import Node, descend, path, steps
-from gyre_sdk.harness.proxy.dialects.pieces import Reached, divided, note_cuts, reach
+from gyre_sdk.harness.proxy.dialects.pieces import Reached, note_cuts
 from gyre_sdk.records import ForkReason
 
 Ids = npt.NDArray[np.int32]
@@ -103,23 +103,23 @@ class History:
         root = self._roots.get(tools_identity(tools))
         frontier = [root] if root else []
         deepest, best, found = frontier, frontier[:0], 0
-        reached: Reached[Recorded] = {}
+        reached: Reached[Recorded] = Reached()
         for at, message in enumerate(messages):
             stepped = [child for node in frontier for child in steps(node, message, lenient)]
             if self._cut:
                 if message.role == "assistant":
-                    reach(reached, frontier, messages, at, lenient)
-                stepped += [node for node, (_, upto, _) in reached.items() if upto == at + 1 and node not in stepped]
+                    reached.look(frontier, messages, at, lenient)
+                stepped += reached.take(at + 1, stepped)
             frontier = stepped
             if frontier:
                 deepest, found = frontier, at + 1
                 best = [node for node in frontier if node.answers] or best
-            elif not any(upto > at + 1 for _, upto, _ in reached.values()):
+            elif not reached.more:
                 break
         ends = [(answer.lane == lane, answer.order, answer, node) for node in best for answer in node.answers]
         recorded, end = max(ends, key=lambda item: item[:2])[2:] if ends else (None, None)
         known = path(end if end is not None else max(deepest, key=_newest) if deepest else None)
-        shown = divided(known, messages, reached) if reached else messages
+        shown = reached.divided(known, messages) if reached else messages
         return Match(
             recorded,
             end.depth if end is not None else 0,

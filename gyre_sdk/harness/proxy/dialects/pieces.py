@@ -8,7 +8,8 @@ the same answer, so they lead to what was recorded of it; a text that was cut an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -17,8 +18,6 @@ from gyre_sdk.harness.proxy.dialects.message_trie import Cut, Node
 from gyre_sdk.harness.proxy.dialects.prefill import continuable
 
 T = TypeVar("T")
-Reached = dict[Node[T], tuple[int, int, Cut[T]]]
-"""Answers that a request holds in other pieces, and in which of its messages: `[start, end)`."""
 
 
 def _in_pieces(given: Sequence[str], texts: Sequence[str]) -> bool:
@@ -63,43 +62,67 @@ def note_cuts(end: Node[T], answer: Message, prefill: str) -> bool:
         texts, nodes, above = (said.content, *texts), (above, *nodes), above.parent
 
 
-def reach(reached: Reached[T], nodes: Sequence[Node[T]], messages: Sequence[Message], at: int, lenient: bool) -> None:
-    """Add the answers that the messages from `at` on hold in other pieces than they are recorded in."""
-    cuts = [cut for node in nodes for cut in node.cut]
-    texts: list[str] = []
-    for upto, message in enumerate(messages[at:] if cuts else (), at + 1):
-        if message.role != "assistant":
-            return
-        texts.append(message.content)
-        for cut in cuts:
-            said = cut.end.message
-            if said is None or texts == [node.message.content for node in cut.nodes if node.message is not None]:
-                continue  # as recorded
-            if not lenient and not len(texts) == len(cut.nodes) == 1:
-                continue  # what the model is shown is divided otherwise
-            whole = msgspec.structs.replace(message, content=said.content)
-            if _in_pieces(texts, cut.texts) and _alike(cut.end, said, whole, lenient):
-                reached[cut.end] = (at, upto, cut)
-        if not continuable(message):
-            return
+@dataclass(slots=True)
+class Reached(Generic[T]):
+    """Answers that a request holds in other pieces than they are recorded in."""
+
+    _ends: dict[Node[T], tuple[int, int, Cut[T]]] = field(default_factory=dict)
+    """And in which of its messages: `[start, end)`."""
+    _due: dict[int, list[Node[T]]] = field(default_factory=dict)
+    """By how many messages lead to them, those that are not yet taken."""
+
+    def __bool__(self) -> bool:
+        return bool(self._ends)
+
+    @property
+    def more(self) -> bool:
+        """Whether later messages lead to any."""
+        return bool(self._due)
+
+    def take(self, upto: int, besides: Sequence[Node[T]]) -> list[Node[T]]:
+        """Return those that so many messages lead to, without what these lead to as it is recorded."""
+        return [node for node in self._due.pop(upto, ()) if node not in besides]
+
+    def look(self, nodes: Sequence[Node[T]], messages: Sequence[Message], at: int, lenient: bool) -> None:
+        """Find what the messages from `at` on lead to from nodes."""
+        cuts = [cut for node in nodes for cut in node.cut]
+        texts: list[str] = []
+        for upto in range(at + 1, len(messages) + 1 if cuts else 0):
+            message = messages[upto - 1]
+            if message.role != "assistant":
+                return
+            texts.append(message.content)
+            for cut in cuts:
+                if (lenient or len(texts) == len(cut.nodes) == 1) and _holds(cut, texts, message, lenient):
+                    self._ends[cut.end] = (at, upto, cut)
+                    self._due.setdefault(upto, []).append(cut.end)
+            if not continuable(message):
+                return
+
+    def divided(self, known: Sequence[Node[T]], messages: Sequence[Message]) -> list[Message]:
+        """Return messages divided as the path that they follow is."""
+        done = list(messages)
+        for node in reversed(known):
+            if node in self._ends and node.message is not None:
+                start, end, cut = self._ends[node]
+                above = [item.message for item in cut.nodes[:-1] if item.message is not None]
+                done[start:end] = [*above, msgspec.structs.replace(messages[end - 1], content=node.message.content)]
+        return done
 
 
-def _alike(node: Node[T], known: Message, message: Message, lenient: bool) -> bool:
-    reasoning, _ = split_thinking(message)
-    thought = reasoning == split_thinking(known)[0] or (lenient and not reasoning)
-    return thought and identity(message) == node.key
+def _holds(cut: Cut[T], texts: Sequence[str], last: Message, lenient: bool) -> bool:
+    """Return whether messages, of which these are the texts and the last one, are an answer, divided otherwise."""
+    said = cut.end.message
+    if said is None or texts == [node.message.content for node in cut.nodes if node.message is not None]:
+        return False
+    if not _in_pieces(texts, cut.texts):
+        return False
+    whole = msgspec.structs.replace(last, content=said.content)
+    reasoning, _ = split_thinking(whole)
+    if reasoning != split_thinking(said)[0] and (reasoning or not lenient):
+        return False
+    same = (whole.tool_calls, whole.sealed) == (said.tool_calls, said.sealed)
+    return same or identity(whole) == cut.end.key
 
 
-def divided(known: Sequence[Node[T]], messages: Sequence[Message], reached: Reached[T]) -> list[Message]:
-    """Return messages divided as the path that they follow is."""
-    done = list(messages)
-    for node in reversed(known):
-        if node in reached:
-            start, end, cut = reached[node]
-            above = [item.message for item in cut.nodes[:-1] if item.message is not None]
-            said = node.message.content if node.message is not None else ""
-            done[start:end] = [*above, msgspec.structs.replace(messages[end - 1], content=said)]
-    return done
-
-
-__all__ = ["Reached", "divided", "note_cuts", "reach"]
+__all__ = ["Reached", "note_cuts"]
