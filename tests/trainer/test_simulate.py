@@ -76,20 +76,26 @@ def test_conservation(scenario, name, seed):
     workload = drawn(scenario, seed)
     setup = setups(scenario)[name]
     fleet = Fleet(scenario, workload, setup.mode, record=True)
-    looks = []
+    counts, batch, looks = fleet.counts, scenario.batch, []
+    ahead = batch.ahead if setup.mode.ahead else 0
+
+    def deep(published):
+        """Groups that may be handed out."""
+        return int((published + batch.mu + ahead) * batch.groups)
 
     def watched(seen_fleet):
         seen = seen_fleet.observe()
         assert seen.serving + seen.training + seen.moving == scenario.fleet.cells
         assert seen.finished <= seen.started <= seen.dispatched <= workload.runs
         assert seen.water == sum(seen_fleet.unfinished)
+        published = len(seen_fleet.trace.steps) // batch.mu * batch.mu
+        assert seen.dispatched == min(deep(published), batch.steps * batch.groups) * batch.runs
         actions = setup.decide(seen_fleet)
         left = sum(action.cells for action in actions if action.move is Move.TO_TRAINING)
         looks.append((seen.started, seen.finished, seen.serving - left))
         return actions
 
     fleet.run(watched)
-    counts, batch = fleet.counts, scenario.batch
     assert counts.dispatched == counts.started == counts.finished == workload.runs
     assert sorted(fleet.trace.trained) == list(range(batch.steps * batch.groups))
     assert len(fleet.trace.steps) == batch.steps
@@ -104,8 +110,10 @@ def test_conservation(scenario, name, seed):
                 assert until - since == pytest.approx(scenario.costs.load_s, abs=1e-6)
             if state is CellState.SWITCHING:
                 assert until - since >= scenario.costs.switch_s - 1e-6
+    dispatched = [next(v for v in range(0, batch.steps, batch.mu) if group < deep(v)) for group in fleet.trace.trained]
+    assert fleet.trace.staleness == [place // batch.groups - v for place, v in enumerate(dispatched)]
     assert min(fleet.trace.staleness) >= 0
-    assert max(fleet.trace.staleness) < 2 * batch.mu - 1 + batch.ahead + 1e-9
+    assert max(fleet.trace.staleness) < 2 * batch.mu - 1 + ahead + 1e-9
     per_cell = gpu_seconds(fleet)
     for cell in per_cell:
         assert sum(cell.values()) == pytest.approx(fleet.now)
@@ -213,6 +221,36 @@ def test_whole_steps_ahead(phi, ahead):
     assert (
         whole.now == controls.fixed(fleet.scenario, 1, streaming=True).run(by_hand(**batch, phi=int(phi)), workload).now
     )
+
+
+def test_runs_start_in_the_order_of_their_dispatch():
+    """One cell serves one run at a time."""
+    fleet = controls.fixed(by_hand(), 1, streaming=True).run(
+        by_hand(groups=2, runs=1), Workload(((20.0,), (10.0,)), (1.0, 1.0))
+    )
+    assert fleet.trace.trained == [0, 1]
+
+
+def test_groups_train_in_the_order_in_which_they_close():
+    """All four runs go at once; those of the second step end first, and wait for the first to close."""
+    scenario = with_slots(by_hand(groups=2, runs=1, steps=2, phi=1), 4)
+    workload = Workload(((50.0,), (60.0,), (20.0,), (10.0,)), (1.0,) * 4)
+    assert controls.fixed(scenario, 1, streaming=True).run(scenario, workload).trace.trained == [0, 1, 3, 2]
+
+
+def test_more_runs_than_slots_share_them():
+    """At 10 s a run ends and one of two cells leaves: three runs go on at two thirds, so 90 s of work take 135 s."""
+    scenario = with_slots(by_hand(groups=4, runs=1), 2)
+    workload = Workload(((10.0,), (100.0,), (100.0,), (100.0,)), (1.0,) * 4)
+    fleet = Fleet(scenario, workload, Mode())
+    leave = Action(Move.TO_TRAINING, 1, "now")
+    fleet.run(lambda one: (leave,) if one.now == 10.0 and not one.moving else ())
+    assert fleet.now == pytest.approx(10.0 + 135.0 + 3.0)
+
+
+def with_slots(scenario, slots):
+    """Return a scenario of two cells with other slots."""
+    return Scenario(fleet=Cells(cells=2, slots=slots, solo=1.0), batch=scenario.batch, costs=scenario.costs)
 
 
 def test_a_fixed_split_by_hand():
