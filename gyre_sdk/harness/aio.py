@@ -183,11 +183,11 @@ class AsyncWorkspace:
         """See `ports.Workspace`."""
         await in_thread(self._workspace.write_many, files, folder)
 
-    async def upload(self, local: Path, path: str) -> None:
+    async def upload(self, local: Path | str, path: str) -> None:
         """See `ports.Workspace`."""
         await in_thread(self._workspace.upload, local, path)
 
-    async def download(self, path: str, local: Path) -> None:
+    async def download(self, path: str, local: Path | str) -> None:
         """See `ports.Workspace`."""
         await in_thread(self._workspace.download, path, local)
 

@@ -158,11 +158,11 @@ class Workspace(Protocol):
         """Write files (path below `folder` -> content) at once; content that starts with `#!` is executable."""
         ...
 
-    def upload(self, local: Path, path: str) -> None:
+    def upload(self, local: Path | str, path: str) -> None:
         """Copy a local file or folder (its contents) to `path`."""
         ...
 
-    def download(self, path: str, local: Path) -> None:
+    def download(self, path: str, local: Path | str) -> None:
         """Copy a file or folder of the workspace to a local path."""
         ...
 

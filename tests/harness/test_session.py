@@ -327,8 +327,15 @@ def test_a_key_as_read_from_its_file_is_taken_and_a_wrong_one_is_told_of(model: 
                 other.status()
 
 
-def test_proxy_in_the_process_when_no_service_is_given(model: Path, tmp_path: Path, engine: ScriptedEngine) -> None:
-    settings = gyre.ProxySettings(store=tmp_path / "s.db", model=model, replicas=(ReplicaSpec(engine.url, 0),))
+@pytest.mark.parametrize("given", ["values", "texts"])
+def test_proxy_in_the_process_when_no_service_is_given(
+    given: str, model: Path, tmp_path: Path, engine: ScriptedEngine
+) -> None:
+    store: Any = tmp_path / "s.db"
+    settings = gyre.ProxySettings(store=store, model=model, replicas=(ReplicaSpec(engine.url, 0),))
+    if given == "texts":
+        texts: Any = {"store": str(store), "model": str(model), "replicas": [engine.url]}
+        settings = gyre.ProxySettings(**texts)
     with gyre.session(a_task(), proxy=settings, workspace="local") as agent:
         ask(agent.openai())
     assert agent.result.calls == 1

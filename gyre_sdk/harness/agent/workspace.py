@@ -110,11 +110,11 @@ class LaneWorkspace:
         """See `ports.Workspace`."""
         self._context.workspace.write_many(files, folder)
 
-    def upload(self, local: Path, path: str) -> None:
+    def upload(self, local: Path | str, path: str) -> None:
         """See `ports.Workspace`."""
         self._context.workspace.upload(local, path)
 
-    def download(self, path: str, local: Path) -> None:
+    def download(self, path: str, local: Path | str) -> None:
         """See `ports.Workspace`."""
         self._context.workspace.download(path, local)
 

@@ -92,8 +92,9 @@ class Files:
         """See `ports.Workspace`."""
         self._place(self._path(folder), tar_of(files))
 
-    def upload(self, local: Path, path: str) -> None:
+    def upload(self, local: Path | str, path: str) -> None:
         """See `ports.Workspace`."""
+        local = Path(local)
         if not local.exists():
             raise WorkspaceError(f"{local} does not exist; nothing to upload to {path!r}")
         full = self._path(path)
@@ -106,7 +107,7 @@ class Files:
                 archive.add(local, posixpath.basename(full), filter=anonymous)
         self._place(full if local.is_dir() else posixpath.dirname(full), stream.getvalue())
 
-    def download(self, path: str, local: Path) -> None:
+    def download(self, path: str, local: Path | str) -> None:
         """See `ports.Workspace`."""
         full = self._path(path)
         parent, name = (shlex.quote(part) for part in posixpath.split(full.rstrip("/") or "/"))
@@ -116,7 +117,7 @@ class Files:
         if status != 0 or not content:
             self._fail("downloaded", full, "no such file or folder, or some of it is not readable")
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-            unpack(archive, posixpath.basename(full), local)
+            unpack(archive, posixpath.basename(full), Path(local))
 
     def _fail(self, what: str, path: str, why: str) -> NoReturn:
         raise WorkspaceError(f"{path!r} cannot be {what} in workspace {self.id}: {why}")

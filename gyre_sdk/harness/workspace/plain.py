@@ -85,10 +85,10 @@ class PlainFiles:
             found = [entry for entry in entries if entry.name.strip("/").count("/") == depth]
             return sorted((_info(entry) for entry in found), key=lambda info: info.name)
 
-    def download(self, path: str, local: Path) -> None:
+    def download(self, path: str, local: Path | str) -> None:
         """Copy a file or folder to a local path."""
         with self._tar(path) as archive:
-            unpack(archive, archive.getmembers()[0].name.strip("/"), local)
+            unpack(archive, archive.getmembers()[0].name.strip("/"), Path(local))
 
     def place(self, folder: str, archive: bytes) -> list[str]:
         """Unpack a tar into a folder, made where it is missing; return the paths that must now be there."""

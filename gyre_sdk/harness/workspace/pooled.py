@@ -88,11 +88,11 @@ class PooledWorkspace:
         """See `ports.Workspace`."""
         self.inner.write(path, data, mode=mode)
 
-    def upload(self, local: Path, path: str) -> None:
+    def upload(self, local: Path | str, path: str) -> None:
         """See `ports.Workspace`."""
         self.inner.upload(local, path)
 
-    def download(self, path: str, local: Path) -> None:
+    def download(self, path: str, local: Path | str) -> None:
         """See `ports.Workspace`."""
         self.inner.download(path, local)
 

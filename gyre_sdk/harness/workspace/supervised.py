@@ -270,7 +270,7 @@ class SupervisedWorkspace(Supervision, Files):
         plain = self._plain()
         return plain.ls(self._path(path)) if plain else super().ls(path)
 
-    def download(self, path: str, local: Path) -> None:
+    def download(self, path: str, local: Path | str) -> None:
         """See `ports.Workspace`."""
         plain = self._plain()
         if plain:

@@ -248,11 +248,11 @@ def test_files(workspace, tmp_path):
     (source / "a.txt").write_text("a")
     (source / "sub" / "b.bin").write_bytes(data)
     workspace.upload(source, "up")
-    workspace.upload(source / "a.txt", "up/c.txt")
+    workspace.upload(str(source / "a.txt"), "up/c.txt")
     workspace.download("up", tmp_path / "down")
     assert (tmp_path / "down" / "sub" / "b.bin").read_bytes() == data
     assert (tmp_path / "down" / "c.txt").read_text() == "a"
-    workspace.download("up/a.txt", tmp_path / "one.txt")
+    workspace.download("up/a.txt", str(tmp_path / "one.txt"))
     assert (tmp_path / "one.txt").read_text() == "a"
     with pytest.raises(WorkspaceError, match="no such file"):
         workspace.download("nothing", tmp_path / "nothing")

@@ -122,7 +122,7 @@ def test_plain_execs_where_no_busybox_can_be_lent(docker_client, few_tools, tmp_
         assert workspace.exec("echo alive").stdout == "alive\n"
         with pytest.raises(WorkspaceError, match="in memory"):
             workspace.write("/logs/x", "x")
-        workspace.download("folder", tmp_path / "down")
+        workspace.download("folder", str(tmp_path / "down"))
         assert (tmp_path / "down" / "a.bin").stat().st_size == 256
 
 

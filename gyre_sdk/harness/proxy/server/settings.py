@@ -34,7 +34,7 @@ class SamplingPolicy(StrEnum):
 
 
 class ProxySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the proxy runs.
+    """How the proxy runs. Paths may be given as strings, replicas as addresses.
 
     Raises:
         SettingsError: a value cannot be meant; the message names it.
@@ -105,6 +105,10 @@ class ProxySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Workers of the service; each has the runs of its shard."""
 
     def __post_init__(self) -> None:
+        made = (ReplicaSpec(replica) if isinstance(replica, str) else replica for replica in self.replicas)
+        msgspec.structs.force_setattr(self, "replicas", tuple(made))
+        msgspec.structs.force_setattr(self, "store", Path(self.store))
+        msgspec.structs.force_setattr(self, "model", None if self.model is None else Path(self.model))
         _in_range("port", self.port, 0, 65_535)
         _in_range("max_tokens", self.max_tokens, 1)
         if self.context is not None:
