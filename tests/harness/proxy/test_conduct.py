@@ -64,9 +64,9 @@ def opened(services: Services, registry: Registry) -> Lane:
     return registry.open_lane(state, main, "digest")
 
 
-def asked(lane: Lane, prompt: int) -> Asked:
+def asked(lane: Lane, prompt: int, **more: str) -> Asked:
     """Return a chat of so many characters."""
-    body = json.dumps({"messages": [{"role": "user", "content": "x" * prompt}]}).encode()
+    body = json.dumps({"messages": [{"role": "user", "content": "x" * prompt}], **more}).encode()
     return Asked(lane, DIALECTS["/v1/chat/completions"], body, None)
 
 
@@ -92,7 +92,9 @@ def test_a_run_that_is_closed_while_a_request_is_prepared(tmp_path: Path) -> Non
 
     async def use(services: Services, registry: Registry) -> None:
         lane = opened(services, registry)
-        asking = asyncio.create_task(Intake(services, Conversations(services.journal)).turn(asked(lane, OFF_LOOP + 10)))
+        asking = asyncio.create_task(
+            Intake(services, Conversations(services.journal)).turn(asked(lane, 10, user="x" * OFF_LOOP))
+        )
         async with asyncio.timeout(60):
             while not any(lane.run.turns.values()):  # noqa: ASYNC110  nothing tells of it
                 await asyncio.sleep(0)

@@ -291,7 +291,7 @@ def test_a_provider_that_breaks_off(proxy: Proxy, upstream: hosted_kit.Scripted,
     fields = {"responses": ("input",), "completions": ("prompt", "max_tokens")}.get(path, ("messages", "max_tokens"))
     number = 0
     for end in BREAKS:
-        for deltas, stream in (([], False), ([], True), ([{"content": "half"}], False), ([{"content": "half"}], True)):
+        for deltas, stream in (([], True), ([{"content": "half"}], False), ([{"content": "half"}], True)):
             upstream.plays.append({"deltas": deltas, **end})
             number += 1
             asked = {"model": MODEL, **{name: body[name] for name in fields}, "user": str(number), "stream": stream}
