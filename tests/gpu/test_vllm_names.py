@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -71,9 +70,9 @@ print(json.dumps({
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """What vLLM says."""
-    sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
-    import one_gpu
-
+    with pytest.MonkeyPatch.context() as patch:  # other tests do not find the benchmarks' modules
+        patch.syspath_prepend(ROOT / "benchmarks" / "gpu")
+        import one_gpu
     place = tmp_path_factory.mktemp("names")
     save_file({"b": torch.ones(2, dtype=torch.bfloat16), "a": torch.zeros(3, 4)}, place / "model.safetensors")
     commands = []
