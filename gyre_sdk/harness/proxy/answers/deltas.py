@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
+from operator import attrgetter
 
 from gyre_sdk.harness.proxy.dialects.canonical import Answer, Delta, Part, ToolCall
+
+_part = attrgetter("part")
 
 
 class Deltas:
@@ -43,13 +47,13 @@ class Deltas:
 
 def joined(deltas: Iterable[Delta]) -> list[Delta]:
     """Return what deltas say with few of them: texts of one part that follow each other become one."""
-    out = Deltas()
-    for delta in deltas:
-        if delta.call is not None:
-            out.call(delta.call)
+    few: list[Delta] = []
+    for part, group in groupby(deltas, _part):
+        if part is Part.CALL:
+            few += group
         else:
-            out.text(delta.part, delta.text)
-    return out.take()
+            few.append(Delta(part, "".join([delta.text for delta in group])))
+    return few
 
 
 class Trimmed:
