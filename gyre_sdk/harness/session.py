@@ -302,7 +302,7 @@ class Session:
         failure = self._abandon()
         used = self._client.close_run(self._opened.run, seconds=_DRAIN_SECONDS)
         end, error, score = ending.end, ending.error, self._agent._score
-        if POLICY[end].graded and score is None:
+        if POLICY[end].graded and score is None and self._task.scorable:
             try:
                 score = self._scoring.evaluate(self._context.workspace)
             except BaseException as problem:

@@ -195,6 +195,16 @@ def test_own_score_wins_and_is_asked_once(service: gyre.ServiceClient) -> None:
     assert agent.result.reward == 0.25 and asked == [1, 1]
 
 
+def test_a_task_that_nothing_scores_is_recorded_all_the_same(service: gyre.ServiceClient, tmp_path: Path) -> None:
+    with gyre.session(gyre.Task(instruction="Look around"), service=service, workspace="local") as agent:
+        ask(agent.openai())
+        with pytest.raises(ScoringError, match="neither tests nor a scorer"):
+            agent.score()
+    assert (agent.result.status, agent.result.reward, agent.result.error) == (RunStatus.COMPLETED, None, None)
+    run, _, calls = stored(tmp_path)
+    assert (run.status, run.reward, run.error, len(calls)) == (RunStatus.COMPLETED, None, None, 1)
+
+
 def test_observer_that_raises_is_dropped(service: gyre.ServiceClient) -> None:
     def observer(event: Event) -> None:
         raise ZeroDivisionError

@@ -149,6 +149,11 @@ class Task:
 
         return load_folder(Path(folder), variables)
 
+    @property
+    def scorable(self) -> bool:
+        """Whether it says how to score a run: by tests, a scorer, or steps with theirs."""
+        return self.scorer is not None or self.tests is not None or bool(self.steps)
+
     def test_files(self) -> dict[str, bytes]:
         """Return the tests as relative path -> content; empty when a scorer evaluates."""
         return contents(self.tests)
