@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from math import isfinite
 from typing import NamedTuple
 
@@ -21,8 +22,8 @@ COLOURS: Mapping[str, str] = {
 UNNAMED = "#b9a7c9"
 """Of a state that has no colour of its own."""
 CURVES: Mapping[str, str] = {"water (runs)": "#1d4f91", "capacity (runs)": "#9ec5ee", "ready work": "#b4451f"}
-_POINTS = 1200
-"""Points of a curve: more than a screen shows."""
+_PARTS = 600
+"""Stretches of a curve of which a screen shows no more than where they begin and end, their highest and their lowest."""
 _RARE = ("failed", "stopped")
 """States that the legend leaves out unless they are drawn."""
 
@@ -59,11 +60,19 @@ class Lanes(NamedTuple):
     """Seconds."""
 
     def thinned(self) -> Sequence[Point]:
-        """Return the points, or as many of them as a screen shows: first and last included."""
-        number = len(self.points)
-        if number <= _POINTS:
+        """Return the points, or of many those that a screen shows: whatever stands out stays."""
+        if len(self.points) <= _PARTS:
             return self.points
-        return [self.points[place * (number - 1) // (_POINTS - 1)] for place in range(_POINTS)]
+        kept: set[int] = set()
+        for _, part in groupby(
+            range(len(self.points)), lambda place: int(self.points[place].at * _PARTS / max(self.end, 1e-6))
+        ):
+            places = list(part)
+            kept.update((places[0], places[-1]))
+            for column in range(1, len(Point._fields)):
+                values = [self.points[place][column] for place in places]
+                kept.update((places[values.index(min(values))], places[values.index(max(values))]))
+        return [self.points[place] for place in sorted(kept)]
 
 
 def lanes(found: Timeline, name: str) -> Lanes:

@@ -297,8 +297,25 @@ def test_axis_and_curves_of_the_picture(end: float, ticks: list[str]):
     one = Lanes("t", ["a"], [[Span(0.0, end, "serving")]], points, end)
     _, words = boxes_and_words(one)
     assert words == ["a", *ticks, "5000 runs", "10000 cell-h", "0"]
-    thin = one.thinned()
-    assert len(thin) == 1200 and (thin[0], thin[-1]) == (points[0], points[-1])
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 9)), max_size=30), st.integers(0, 5))
+def test_whatever_stands_out_of_a_long_curve_is_drawn(moments: list[tuple[float, int]], end: int):
+    """A capacity that is gone for a moment is seen to be, among ten thousand looks."""
+    points = [Point(end * place / 10_000, 5.0, 8.0, 0.0) for place in range(10_001)]
+    for share, height in moments:
+        place = int(share * 10_000)
+        points[place] = Point(points[place].at, 20.0 + height, 0.0, 7.0 + height)
+    thin = Lanes("t", ["a"], [[]], points, float(end)).thinned()
+    assert len(thin) <= 601 * 8 and (thin[0], thin[-1]) == (points[0], points[-1])
+    assert thin == sorted(thin, key=lambda one: one.at) and set(thin) <= set(points)
+    for name in ("water", "capacity", "ready_s"):
+        for choose in (min, max):
+            assert choose(getattr(one, name) for one in thin) == choose(getattr(one, name) for one in points)
+    for share, _ in moments:
+        near = [one.capacity for one in thin if abs(one.at - points[int(share * 10_000)].at) <= end / 600]
+        assert min(near) == 0.0
 
 
 def test_runs_change_at_moments_in_the_picture():
