@@ -20,6 +20,7 @@ ENVIRONMENT_PREFIX = "GYRE_TRAIN"
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 LossName = Literal[
@@ -259,7 +260,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     """Of a running vLLM server, started as the guide's section on publication says; None: gyre starts the engine."""
     publish: bool = True
     """Publish new weights. False: rollouts and evaluation only, with whatever the server serves."""
-    port: NotNegative = 0
+    port: Port = 0
     """0 takes a free one."""
     threads: NotNegative = 1
     max_batch: Positive = 64
@@ -291,7 +292,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
 class ProxyConfig(msgspec.Struct, frozen=True):
     """The recording proxy."""
 
-    port: NotNegative = 0
+    port: Port = 0
     """0 takes a free one."""
     renderer: str = "auto"
     """Renderer between messages and tokens, for example `qwen3`."""

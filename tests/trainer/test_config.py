@@ -65,6 +65,7 @@ def test_overrides_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("train.roles.main.weight=-1", ["train.roles", ">= 0"]),
         ('train={loss_type="dapo", roles={main={weight=2}}}', ["roles.main.weight = 2 has no effect", "'run'"]),
         ("rollout.runs_per_group=1", ["rollout.runs_per_group = 1", ">= 2"]),
+        ("engine.port=65536", ["engine.port = 65536", "<= 65535"]),
         ("agent.function=nothing", ["function = 'nothing' is not module:function"]),
         ("tasks.folder=x", ["exactly one of loader and folder"]),
         ("engine.url=http://x", ["url belongs to kind = 'vllm'"]),

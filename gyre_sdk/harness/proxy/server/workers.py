@@ -80,7 +80,7 @@ class Workers:
             listening = socket.create_server((settings.host, settings.port), backlog=1024)
         except OSError as error:
             raise ServiceError(
-                f"cannot listen on {settings.host}:{settings.port}: {error}; choose another port"
+                f"cannot listen on {settings.host}:{settings.port}: {error}; choose another port, 0 for any, or an address of this machine"
             ) from error
         self.url = f"http://{settings.host}:{listening.getsockname()[1]}"
         self._children = [self._child(index) for index in range(self._count)]
