@@ -21,7 +21,7 @@ _MOST_RUNS = 1_000_000
 class Fleet(Struct, frozen=True, forbid_unknown_fields=True):
     """The cells."""
 
-    cells: Annotated[int, Meta(ge=1, le=100_000)] = 8
+    cells: Annotated[int, Meta(ge=1, le=10_000)] = 8
     gpus_per_cell: Count = 8
     slots: Annotated[float, Meta(ge=1, le=1e6)] = 32.0
     """Runs that one serving cell carries at full speed."""
