@@ -19,7 +19,7 @@ from openai.types.responses import Response
 from session_kit import a_task
 
 import gyre_sdk as gyre
-from gyre_sdk.errors import HookError, ProtocolError, WorkspaceUnavailable
+from gyre_sdk.errors import HookError, ProtocolError, SettingsError, WorkspaceUnavailable
 from gyre_sdk.harness.tools.clip import clip
 
 FORMS = ("chat", "responses", "anthropic")
@@ -254,7 +254,7 @@ def test_submit_hands_in(agent: Any) -> None:
     assert tools.names == ["bash", "submit"] and tools.submitted is None
     assert tools.run(call("chat", "submit", {"answer": "42"}))["content"] == "handed in"
     assert tools.submitted == "42" and agent.tools.only("submit").submitted is None
-    with pytest.raises(KeyError):
+    with pytest.raises(SettingsError, match="no tool 'bosh'; the tools are: bash, read"):
         agent.tools.only("bosh")
 
 

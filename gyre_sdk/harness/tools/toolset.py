@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from gyre_sdk.errors import HookError
+from gyre_sdk.errors import HookError, SettingsError
 from gyre_sdk.harness.hooks import LaneInfo, RunHooks
 from gyre_sdk.harness.ports import Clock, Workspace
 from gyre_sdk.harness.tools.calls import (
@@ -65,8 +65,11 @@ class Toolset:
         """Return a set with these tools and no others.
 
         Raises:
-            KeyError: there is no such tool.
+            SettingsError: there is no such tool.
         """
+        for name in names:
+            if name not in self._tools:
+                raise SettingsError(f"there is no tool {name!r}; the tools are: {', '.join(self._tools)}")
         return self._with([self._tools[name] for name in names])
 
     def plus(self, *tools: Tool) -> Toolset:
