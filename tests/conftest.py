@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
+hypothesis.settings.register_profile("gyre", deadline=None)  # no test depends on the machine's speed
+hypothesis.settings.load_profile("gyre")
 sys.path.insert(0, str(Path(__file__).parent))
 
 pytest_plugins = ["demo_kit", "docker_engine"]
