@@ -14,6 +14,7 @@ import httpx
 import msgspec
 
 from gyre_sdk.errors import PublishError
+from gyre_sdk.journal import store_file
 from gyre_sdk.trainer.agents.wire import READY
 from gyre_sdk.trainer.cells.launch import cluster
 from gyre_sdk.trainer.cells.settings import CellsConfig
@@ -168,7 +169,8 @@ def proxy_spec(config: TrainerConfig, key_file: Path, linger: Linger, on_ready: 
             return False
         return answer.status_code == 200
 
-    store = config.store.path.stat() if config.store.path.exists() else None
+    file = store_file(config.store.path)
+    store = file.stat() if file.exists() else None
     return ChildSpec(
         "proxy",
         command,
