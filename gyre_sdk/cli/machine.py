@@ -94,7 +94,7 @@ def doctor(
         _binary("bwrap", "bubblewrap, for local workspaces", "apt-get install bubblewrap"),
         _package("torch", "training", "pip install 'gyre-sdk[train]'"),
         _package("trl", "training", "pip install 'gyre-sdk[train]'"),
-        _package("vllm", "serving; its own environment will do", "make vllm"),
+        _package("vllm", "serving", "pip install 'gyre-sdk[serve]', best into an environment of its own"),
         _package("ray", "many machines", "pip install 'gyre-sdk[ray]'"),
         _disk(store),
     ]
