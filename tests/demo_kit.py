@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DEMO = [sys.executable, str(ROOT / "examples" / "quickstart" / "demo.py"), "--plain", "--tasks", "10"]
+DEMO = [sys.executable, str(ROOT / "examples" / "quickstart" / "demo.py"), "--plain"]
 SMALL = ["train.steps=3", "rollout.groups_per_step=3", "rollout.runs_per_group=6", "rollout.concurrency=12"]
 QUICKSTART = ROOT / "examples" / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
@@ -27,9 +27,10 @@ class Demo:
         self.store = folder / "store.db"
         shutil.copytree(policy, folder / "policy")
 
-    def start(self) -> subprocess.Popen[str]:
+    def start(self, tasks: int = 10) -> subprocess.Popen[str]:
+        """Start it, with this many tasks per evaluation."""
         settings = [*SMALL, f"engine.request_log={self.engine_log}"]
-        command = [*DEMO, "--dir", str(self.folder)]
+        command = [*DEMO, "--dir", str(self.folder), "--tasks", str(tasks)]
         for pair in settings:
             command += ["--set", pair]
         return subprocess.Popen(

@@ -109,7 +109,7 @@ def test_nothing_is_left_running(finished_demo: tuple[Demo, dict[str, Any]], doc
 
 def test_killed_in_the_middle_it_goes_on(demo: Demo) -> None:
     """kill -9 of proxy, agents and engine: it goes on by itself. Of the trainer: it finishes when it is run again."""
-    process = demo.start()
+    process = demo.start(tasks=2)
     output: list[str] = []
     reader = threading.Thread(target=lambda: output.extend(process.stdout or []))
     reader.start()
@@ -121,7 +121,7 @@ def test_killed_in_the_middle_it_goes_on(demo: Demo) -> None:
     process.wait(420)
     reader.join(30)
     assert process.returncode == -signal.SIGKILL
-    result = demo.finish(demo.start())
+    result = demo.finish(demo.start(tasks=2))
     assert list(result) == KEYS
     _wait(lambda: not _children_of(demo.folder), None, output)
     with Journal(demo.store, "r") as journal:
