@@ -53,11 +53,11 @@ class Served:
         self.url = self.child.wait()
         self.publisher.connect([self.url], None)
 
-    def make(self, patience: float = 60.0) -> Publisher:
+    def make(self, patience: float = 60.0, start: PolicyFiles | None = None) -> Publisher:
         return Publisher(
             self.ledger,
             self.folder,
-            PolicyFiles(0, self.base, ""),
+            start or PolicyFiles(0, self.base, ""),
             observer=self.events.append,
             transport=FileTransport(self.folder, "one"),
             patience=patience,
@@ -76,9 +76,33 @@ class Served:
         choice = httpx.post(f"{self.url}/inference/v1/generate", json=body, timeout=60).json()["choices"][0]
         return choice["token_ids"], choice["weight_versions"][0]["version"]
 
+    @property
+    def version(self) -> int:
+        """The newest one."""
+        return self.publisher.current.version
+
+    def publish(self, seed: int) -> int:
+        return self.publisher.publish(full_weights(tiny_model(seed)), step=seed)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    found = Served(tmp_path_factory.mktemp("served"))
+    yield found
+    found.close()
+
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
+def served(shared: Served) -> Served:
+    """One for most tests: it serves the first weights, under a new version."""
+    shared.publish(0)
+    shared.events.clear()
+    return shared
+
+
+@pytest.fixture
+def mortal(tmp_path: Path) -> Iterator[Served]:
+    """One of the test's own."""
     found = Served(tmp_path)
     yield found
     found.close()
@@ -93,48 +117,45 @@ def expected(model: Any) -> list[int]:
 
 
 def test_published_weights_are_what_is_sampled_from(served: Served) -> None:
-    assert served.greedy() == (expected(tiny_model(0)), "0")
-    other = tiny_model(1)
-    assert served.publisher.publish(full_weights(other), step=1) == 1
-    assert served.greedy() == (expected(other), "1")
-    assert served.publisher.publish(full_weights(tiny_model(2)), step=2) == 2
-    assert served.greedy() == (expected(tiny_model(2)), "2")
-    assert served.ledger.state.versions == {n: (State.PUBLISHED, n) for n in range(3)}
-    assert sorted(path.name for path in served.folder.root.iterdir()) == ["v1", "v2"]
-    assert [event.version for event in served.events] == [1, 2]
+    start = served.version
+    assert served.greedy() == (expected(tiny_model(0)), str(start))
+    for seed in (1, 2):
+        assert served.publish(seed) == start + seed
+        assert served.greedy() == (expected(tiny_model(seed)), str(start + seed))
+    assert [served.ledger.state.versions[start + n] for n in range(3)] == [(State.PUBLISHED, n) for n in range(3)]
+    assert {path.name for path in served.folder.root.iterdir()} == {f"v{start + 1}", f"v{start + 2}"}
+    assert [event.version for event in served.events] == [start + 1, start + 2]
 
 
-def test_an_engine_that_dies_comes_back_with_the_current_weights(served: Served) -> None:
-    other = tiny_model(1)
-    served.publisher.publish(full_weights(other), step=1)
-    os.kill(served.child.pid, signal.SIGKILL)
-    while len(served.events) < 2:
+def test_an_engine_that_dies_comes_back_with_the_current_weights(mortal: Served) -> None:
+    """And a publication survives its death."""
+    assert mortal.greedy() == (expected(tiny_model(0)), "0")
+    assert mortal.publish(1) == 1
+    os.kill(mortal.child.pid, signal.SIGKILL)
+    while len(mortal.events) < 2:
         time.sleep(0.05)
-    assert served.greedy() == (expected(other), "1")
-
-
-def test_a_publication_survives_the_death_of_the_engine(served: Served) -> None:
-    other = tiny_model(1)
-    os.kill(served.child.pid, signal.SIGKILL)
-    assert served.publisher.publish(full_weights(other), step=1) == 1
-    assert served.greedy() == (expected(other), "1")
+    assert mortal.greedy() == (expected(tiny_model(1)), "1")
+    os.kill(mortal.child.pid, signal.SIGKILL)
+    assert mortal.publish(2) == 2
+    assert mortal.greedy() == (expected(tiny_model(2)), "2")
+    assert mortal.ledger.state.versions == {n: (State.PUBLISHED, n) for n in range(3)}
 
 
 def test_a_session_that_a_dead_trainer_left_open_is_ended(served: Served) -> None:
     assert httpx.post(f"{served.url}/start_weight_update", json={}).status_code == 200
-    served.publisher.publish(full_weights(tiny_model(1)), step=1)
-    assert served.greedy()[1] == "1"
+    version = served.publish(1)
+    assert served.greedy()[1] == str(version)
 
 
 def test_weights_of_another_model_are_refused_by_name(served: Served) -> None:
-    weights = full_weights(tiny_model(1))
+    start, weights = served.version, full_weights(tiny_model(1))
     weights["model.odd.weight"] = torch.zeros(2)
     with pytest.raises(
-        PublishError, match=rf"replica {served.url} refused version 1 at update_weights.*model\.odd\.weight"
+        PublishError, match=rf"replica {served.url} refused version {start + 1} at update_weights.*model\.odd\.weight"
     ):
         served.publisher.publish(weights, step=1)
-    assert served.greedy()[1] == "0"
-    assert served.ledger.allocate_version(1, at=0.0) == 2  # a number that did not get through is not used again
+    assert served.greedy()[1] == str(start)
+    assert served.ledger.allocate_version(1, at=0.0) == start + 2  # a number that did not get through is not used again
 
 
 def test_a_replica_that_stays_away_is_named(tmp_path: Path) -> None:
@@ -183,61 +204,62 @@ def test_publications_do_not_stop_generation(served: Served) -> None:
 
     thread = threading.Thread(target=generate)
     thread.start()
-    for step in range(1, 4):
-        served.publisher.publish(full_weights(tiny_model(step)), step=step)
+    for seed in range(1, 4):
+        served.publish(seed)
     stop.set()
     thread.join()
-    assert seen == sorted(seen)
+    assert seen == sorted(seen, key=int)
 
 
 def test_older_versions_and_other_trainers_are_refused(served: Served) -> None:
     """By the engine itself, whatever the trainers think of each other; what is served stays."""
-    served.publisher.publish(full_weights(tiny_model(1)), step=1)
-    served.publisher.publish(full_weights(tiny_model(2)), step=2)
-    older = served.folder.root / "v1"
+    one, two = served.publish(1), served.publish(2)
+    older = served.folder.root / f"v{one}"
     other = FileTransport(served.folder, "other")
-    with Replica(served.url, 1) as replica:
-        with pytest.raises(PublishError, match="serves version 2, newer than version 1: another trainer publishes"):
-            other.bring(replica, PolicyFiles(1, older, ""))
+    with Replica(served.url, one) as replica:
+        newer = f"serves version {two}, newer than version {one}: another trainer publishes"
+        with pytest.raises(PublishError, match=newer):
+            other.bring(replica, PolicyFiles(one, older, ""))
         with pytest.raises(PublishError, match="trainer 'one' publishes here, trainer 'other' cannot"):
             replica.claim("other")
         for info, message in (
-            ({"version": 1, "owner": "one"}, "refused: version 1 is older than version 2"),
-            ({"version": 9, "owner": "other"}, "trainer 'one' publishes here, not trainer 'other'"),
-            ({"version": 9, "owner": "one", "digest": "0"}, "has digest .*, announced was 0"),
+            ({"version": one, "owner": "one"}, f"refused: version {one} is older than version {two}"),
+            ({"version": two + 7, "owner": "other"}, "trainer 'one' publishes here, not trainer 'other'"),
+            ({"version": two + 7, "owner": "one", "digest": "0"}, "has digest .*, announced was 0"),
         ):
             replica.start()
             with pytest.raises(PublishError, match=message):
                 replica.update({"path": str(older / "model.safetensors"), **info})
-        assert served.greedy() == (expected(tiny_model(2)), "2")
+        assert served.greedy() == (expected(tiny_model(2)), str(two))
         replica.release()
         replica.claim("other")
+        replica.release()
 
 
 def test_wrong_weights_under_the_right_label_are_found_and_replaced(served: Served) -> None:
-    served.publisher.publish(full_weights(tiny_model(1)), step=1)
+    version = served.publish(1)
     damaged = full_weights(tiny_model(1))
     damaged["model.layers.0.mlp.up_proj.weight"][2, 3] += 1e-3
-    files = served.folder.write(99, damaged)
+    files = served.folder.write(version + 99, damaged)
     transport = FileTransport(served.folder, "one")
-    with Replica(served.url, 1) as replica:
+    with Replica(served.url, version) as replica:
         replica.start()
-        replica.update({"path": str(files.file), "version": 1, "owner": "one"})
-        replica.finish("1")
+        replica.update({"path": str(files.file), "version": version, "owner": "one"})
+        replica.finish(str(version))
         verdict = transport.compare(replica, served.publisher.current)
         assert verdict.differing == ["model.layers.0.mlp.up_proj.weight"]
         with pytest.raises(PublishError, match=r"1 of \d+ tensors differ, first 'model\.layers\.0\.mlp\.up_proj"):
-            verdict.require(replica, 1)
+            verdict.require(replica, version)
         served.publisher.start()
         assert transport.compare(replica, served.publisher.current).good
 
 
 def test_a_replica_that_a_dead_trainer_paused_samples_again(served: Served) -> None:
-    with Replica(served.url, 1) as replica:
+    with Replica(served.url, served.version) as replica:
         replica.post("/pause?mode=keep", {})
-        served.publisher.publish(full_weights(tiny_model(1)), step=1)
+        version = served.publish(1)
         assert not replica.is_paused()
-    assert served.greedy() == (expected(tiny_model(1)), "1")
+    assert served.greedy() == (expected(tiny_model(1)), str(version))
 
 
 def test_a_replica_that_is_away_is_left_behind_and_caught_up(served: Served, tmp_path: Path) -> None:
@@ -247,11 +269,11 @@ def test_a_replica_that_is_away_is_left_behind_and_caught_up(served: Served, tmp
     second.begin()
     try:
         away = second.wait()
-        publisher = served.make(patience=0.2)
+        publisher = served.make(patience=0.2, start=served.publisher.current)
         publisher.connect([served.url, away], None)
         publisher.start()
         second.stop()
-        publisher.publish(full_weights(tiny_model(1)), step=1)
+        version = publisher.publish(full_weights(tiny_model(1)), step=1)
         assert set(publisher._serving) == {served.url}
         port = away.rpartition(":")[2]
         again = ChildSpec("second", spec.command, spec.ready, tmp_path / "second.log", port=int(port))
@@ -260,7 +282,7 @@ def test_a_replica_that_is_away_is_left_behind_and_caught_up(served: Served, tmp
         second.wait()
         while away not in publisher._serving:
             time.sleep(0.05)
-        assert publisher._serving[away].version == 1
+        assert publisher._serving[away].version == version
         publisher.close()
     finally:
         second.stop()
