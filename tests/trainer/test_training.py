@@ -262,8 +262,11 @@ def test_an_agent_that_never_gets_a_score_ends_training_with_its_error(config: P
 
 
 def test_an_unscored_evaluation_run_is_repeated_once_and_never_later(config: Path, tmp_path: Path) -> None:
+    """Meanwhile a second trainer on the same folder is refused."""
     settings = load_config(config, ["agent.function=loop_agent:unscorable", "tasks.options.count=3"])
     with Stack(settings, base=tmp_path) as stack:
+        with pytest.raises(SettingsError, match=r"output\.dir = .* is in use by another trainer"):
+            Stack(load_config(config), base=tmp_path).__enter__()
         first = evaluate(settings, stack.tasks, name="held-out", stack=stack)
         assert (first.runs, first.scored, first.success) == (3, 0, 0.0)
         assert len(stack.journal.runs()) == 6
@@ -279,12 +282,6 @@ def test_what_the_trainer_cannot_compute_again_is_not_trained_and_counted(config
     report = train(load_config(config, [*arguments, "proxy.sampling=untrained"]), base=tmp_path)
     assert report.skipped == 1
     assert report.untrained["call_sampling"] == 12 and report.untrained["run_without_targets"] == 6
-
-
-def test_a_second_trainer_on_the_same_folder_is_refused(config: Path, tmp_path: Path) -> None:
-    with Stack(load_config(config), base=tmp_path):
-        with pytest.raises(SettingsError, match=r"output\.dir = .* is in use by another trainer"):
-            Stack(load_config(config), base=tmp_path).__enter__()
 
 
 def test_interrupting_leaves_a_store_to_resume_from(config: Path, tmp_path: Path) -> None:
