@@ -15,6 +15,10 @@ LIMIT_CODE = "limit_exceeded"
 CONTEXT_CODE = "context_length_exceeded"
 """Error code of the answer to a call that the model's context does not hold."""
 
+_OF_REQUESTS = frozenset({"openai.APIError", "anthropic.APIError", "httpx.HTTPError", "httpx2.HTTPError"})
+"""What errors of requests derive from, LiteLLM's too. SDKs raise others: for a missing key, an answer that is cut off."""
+_OF_CONNECTIONS = frozenset({"openai.APIConnectionError", "anthropic.APIConnectionError"})
+
 _TIME = ("wall_s", "working_s")
 """Budgets whose end is `timed_out`; that of the others is `limit`."""
 
@@ -116,8 +120,9 @@ def _error_code(error: BaseException) -> object:
 
 
 def _model_failed(error: BaseException) -> bool:
-    """Tell whether an SDK gave up on the model side: no connection, or a 5xx until its retries ended."""
-    if type(error).__module__.partition(".")[0] not in ("openai", "anthropic", "httpx", "httpx2"):
+    """Tell whether an SDK gave up on the model side: no connection, a broken stream, or a 5xx until its retries ended."""
+    kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
+    if not kinds & _OF_REQUESTS:
         return False
-    status = getattr(error, "status_code", None)
-    return status is None or int(status) >= 500
+    status = getattr(error, "status_code", None) or getattr(getattr(error, "response", None), "status_code", None)
+    return status is None or int(status) >= 500 or not kinds.isdisjoint(_OF_CONNECTIONS)

@@ -12,6 +12,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import httpx
 import openai
 import pytest
 from proxy_engine import Finish, ScriptedEngine, Tokens, Wait
@@ -351,12 +353,44 @@ def test_proxy_in_the_process_when_no_service_is_given(
     assert agent.result.calls == 1
 
 
-def test_model_side_failures_are_not_held_against_the_agent() -> None:
-    request = Any
-    error = openai.APIConnectionError(request=request)  # type: ignore[arg-type]
+REQUEST = httpx.Request("POST", "http://service/v1/chat/completions")
+CUT_OFF = openai.types.chat.ChatCompletion(id="c", choices=[], created=0, model="policy", object="chat.completion")
+
+
+def _answered(kind: type[Any], status: int) -> Any:
+    if kind is httpx.HTTPStatusError:
+        return kind("no", request=REQUEST, response=httpx.Response(status, request=REQUEST))
+    return kind("no", response=httpx.Response(status, request=REQUEST), body=None)
+
+
+class LikeLiteLLMs(openai.APIConnectionError):
+    """A connection that failed, with a status that nobody sent."""
+
+    status_code = 408
+
+
+@pytest.mark.parametrize(
+    ("error", "end"),
+    [
+        (openai.APIConnectionError(request=REQUEST), End.MODEL_FAILED),
+        (openai.APITimeoutError(REQUEST), End.MODEL_FAILED),
+        (openai.APIError("the stream broke off", REQUEST, body=None), End.MODEL_FAILED),
+        (LikeLiteLLMs(request=REQUEST), End.MODEL_FAILED),
+        (anthropic.APIConnectionError(request=REQUEST), End.MODEL_FAILED),
+        (httpx.ReadTimeout("late", request=REQUEST), End.MODEL_FAILED),
+        *((_answered(kind, 500), End.MODEL_FAILED) for kind in (openai.APIStatusError, httpx.HTTPStatusError)),
+        *((_answered(kind, 499), End.AGENT_FAILED) for kind in (openai.APIStatusError, httpx.HTTPStatusError)),
+        (openai.LengthFinishReasonError(completion=CUT_OFF), End.AGENT_FAILED),
+        (openai.OpenAIError("no api_key"), End.AGENT_FAILED),
+        (httpx.InvalidURL("no"), End.AGENT_FAILED),
+        (ConnectionError("to a place of the agent's own"), End.AGENT_FAILED),
+    ],
+    ids=lambda value: value.value if isinstance(value, End) else type(value).__name__,
+)
+def test_model_side_failures_are_not_held_against_the_agent(error: Exception, end: End) -> None:
     ending = classify(error)
-    assert (ending.end, POLICY[ending.end].graded) == (End.MODEL_FAILED, False)
-    assert ending.error is not None and ending.error.startswith("infrastructure")
+    assert (ending.end, POLICY[ending.end].graded) == (end, end is End.AGENT_FAILED)
+    assert ending.error is not None and ending.error.startswith("infrastructure") == (end is End.MODEL_FAILED)
 
 
 def test_sigterm_ends_the_run_and_leaves_no_workspace(model: Path, tmp_path: Path, engine: ScriptedEngine) -> None:
