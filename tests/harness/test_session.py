@@ -357,10 +357,10 @@ REQUEST = httpx.Request("POST", "http://service/v1/chat/completions")
 CUT_OFF = openai.types.chat.ChatCompletion(id="c", choices=[], created=0, model="policy", object="chat.completion")
 
 
-def _answered(kind: type[Any], status: int) -> Any:
+def _answered(kind: type[Any], status: int, body: object = None) -> Any:
     if kind is httpx.HTTPStatusError:
         return kind("no", request=REQUEST, response=httpx.Response(status, request=REQUEST))
-    return kind("no", response=httpx.Response(status, request=REQUEST), body=None)
+    return kind("no", response=httpx.Response(status, request=REQUEST), body=body)
 
 
 class LikeLiteLLMs(openai.APIConnectionError):
@@ -383,13 +383,15 @@ class LikeLiteLLMs(openai.APIConnectionError):
         (openai.LengthFinishReasonError(completion=CUT_OFF), End.AGENT_FAILED),
         (openai.OpenAIError("no api_key"), End.AGENT_FAILED),
         (httpx.InvalidURL("no"), End.AGENT_FAILED),
+        (_answered(openai.BadRequestError, 400, {"code": "context_length_exceeded"}), End.CONTEXT_FULL),
+        (_answered(anthropic.BadRequestError, 400, {"error": {"code": "context_length_exceeded"}}), End.CONTEXT_FULL),
         (ConnectionError("to a place of the agent's own"), End.AGENT_FAILED),
     ],
     ids=lambda value: value.value if isinstance(value, End) else type(value).__name__,
 )
 def test_model_side_failures_are_not_held_against_the_agent(error: Exception, end: End) -> None:
     ending = classify(error)
-    assert (ending.end, POLICY[ending.end].graded) == (end, end is End.AGENT_FAILED)
+    assert (ending.end, POLICY[ending.end].graded) == (end, end is not End.MODEL_FAILED)
     assert ending.error is not None and ending.error.startswith("infrastructure") == (end is End.MODEL_FAILED)
 
 
