@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from fractions import Fraction
 
 import msgspec
@@ -287,6 +288,20 @@ def test_statistics_are_over_runs():
     for order in itertools.permutations(first + second[:1]):
         both = advantages([*order, *second[1:]])
         assert both == {**expected["advantage_mean_only"], "r4": 5.0, "r5": -5.0}
+
+
+def test_each_baseline_is_what_its_name_says():
+    rewards = {"a": 1.0, "b": 0.0, "c": 0.25, "d": 0.25}
+    mean, values = statistics.fmean(rewards.values()), list(rewards.values())
+    for baseline, expected in {
+        Baseline.MEAN: {name: value - mean for name, value in rewards.items()},
+        Baseline.POPULATION_STD: {name: (value - mean) / statistics.pstdev(values) for name, value in rewards.items()},
+        Baseline.SAMPLE_STD: {name: (value - mean) / statistics.stdev(values) for name, value in rewards.items()},
+        Baseline.LEAVE_ONE_OUT: {name: value - (4 * mean - value) / 3 for name, value in rewards.items()},
+    }.items():
+        found = group_credit([run(*one) for one in rewards.items()], baseline=baseline)
+        assert found.advantages == pytest.approx(expected), baseline
+        assert (found.mean, found.std) == pytest.approx((mean, statistics.pstdev(values)))
 
 
 @pytest.mark.parametrize("missing", [None, math.nan, math.inf, -math.inf])
