@@ -13,8 +13,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import msgspec
+
 from gyre_sdk.errors import GyreError, JournalError
 from gyre_sdk.harness.proxy.exchange import Exchange, PersistAttemptEnd, PersistEnd, cut_spans
+from gyre_sdk.harness.proxy.wire import without_password
 from gyre_sdk.journal import CallEnd, CallIntent, Journal, TokenChunk, Write
 from gyre_sdk.records import AttemptRecord, CallId
 
@@ -69,6 +72,7 @@ class CallLog:
 
     def attempt(self, attempt: AttemptRecord) -> None:
         """Take an attempt. What goes wrong with it is raised where somebody waits."""
+        attempt = _as_kept(attempt)
         if self._intent is not None and self._attempt is None:
             self._attempt = attempt
         else:
@@ -77,9 +81,10 @@ class CallLog:
 
     def attempt_end(self, end: PersistAttemptEnd, exchange: Exchange) -> None:
         """Write an attempt's end, and what the call keeps when tokens are given up."""
+        ended = _as_kept(end.attempt)
         if not end.lost_ids:
-            self._attempt_end = end.attempt  # held back: the call's end may come along
-            if end.attempt.end != "finished":
+            self._attempt_end = ended  # held back: the call's end may come along
+            if ended.end != "finished":
                 self._loop.call_soon(self._write_end)
             return
         self._write_held()
@@ -88,7 +93,7 @@ class CallLog:
         if end.keep:
             kept = TokenChunk(0, list(exchange.ids), list(exchange.logprobs), list(exchange.spans))
         self._written = end.keep
-        self._waiting.append(self._journal.attempt_ended(end.attempt, lost, kept))
+        self._waiting.append(self._journal.attempt_ended(ended, lost, kept))
 
     def resume(self, written: int) -> None:
         """Take over a call of which `written` tokens are durable."""
@@ -205,3 +210,9 @@ async def durable(write: Write[T]) -> T:
         return found
     assert isinstance(write, Future)
     return await asyncio.shield(asyncio.wrap_future(write))
+
+
+def _as_kept(attempt: AttemptRecord) -> AttemptRecord:
+    """Return an attempt as it goes into the store: without what its replica's address keeps secret."""
+    address = without_password(attempt.replica)
+    return attempt if address == attempt.replica else msgspec.structs.replace(attempt, replica=address)

@@ -317,7 +317,7 @@ def test_removing_a_replica_moves_its_calls(model: Path, tmp_path: Path) -> None
 def test_a_password_in_a_replicas_address_is_not_shown(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither to the agent, nor in a log, nor with the numbers."""
+    """Neither to the agent, nor in a log, nor with the numbers, nor is it on record."""
     with ScriptedEngine(lambda request, number: [Error()]) as first:
         secret = "pass-Zq7f3a9c1b"
         url = first.url.replace("//", f"//user:{secret}@")
@@ -326,6 +326,8 @@ def test_a_password_in_a_replicas_address_is_not_shown(
             shown = [broken.text, proxy.http.get("/metrics").text, caplog.text]
         assert "engine dead" in broken.text and "replica http://127.0.0.1:" in broken.text
         assert all(secret not in text for text in shown)
+        kept = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+        assert b"http://127.0.0.1:" in kept and secret.encode() not in kept
 
 
 def test_the_control_api_says_what_is_wrong(model: Path, tmp_path: Path) -> None:
