@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ray_kit
 from test_training import check_store, runs, wait_for
-from training_kit import CONFIG, make_training, start
+from training_kit import CONFIG, Forked, make_training
 
 from gyre_sdk import events
 from gyre_sdk.records import RunStatus
@@ -41,7 +41,7 @@ def test_the_trainer_is_killed_and_then_a_node(tmp_path: Path) -> None:
             make_training(tmp_path, text + CELLS),
             [f"cells.ray_address={cluster.address}", "train.steps=5"],
         )
-        process = start(config, *(word for option in options for word in ("--set", option)))
+        process = Forked(config, *(word for option in options for word in ("--set", option)))
         try:
             wait_for(tmp_path, lambda found: any(isinstance(item, StepCommitted) for item in found))
             started = ray_kit.leashed()
