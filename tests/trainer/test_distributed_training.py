@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from training_kit import make_training
+from ranks_kit import free_port
+from training_kit import Forked, make_training
 
 from gyre_sdk.errors import SettingsError
 from gyre_sdk.journal import Journal
@@ -22,20 +22,41 @@ from gyre_sdk.trainer.team import Burst, Place, place
 from gyre_sdk.trainer.trainer import StepReport, TreeGRPOConfig
 
 
-def launch(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `gyre-train` on two ranks, as torchrun would start it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
+def launch(config: Path, *arguments: str) -> dict[str, Any]:
+    """Run `gyre-train` on two ranks with torchrun; return what it reports."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+    ]
     command += ["-m", "gyre_sdk.trainer.main", str(config), "--plain", "--json", *arguments]
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=environ)
-
-
-def finished(process: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    process = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environ)
     assert process.returncode == 0, f"{process.stdout}\n{process.stderr}"
-    lines = [line for line in process.stdout.splitlines() if line.startswith("{")]
+    return reported(process.stdout)
+
+
+def launch_again(config: Path, *arguments: str) -> dict[str, Any]:
+    """The same with processes that have their imports done, and torchrun's variables."""
+    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        Forked(config, *arguments, **group, RANK=rank, LOCAL_RANK=rank, CUDA_VISIBLE_DEVICES="") for rank in ("0", "1")
+    ]
+    try:
+        said = [process.communicate(280) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], said
+    return reported("".join(out for out, _ in said))
+
+
+def reported(out: str) -> dict[str, Any]:
+    lines = [line for line in out.splitlines() if line.startswith("{")]
     assert len(lines) == 1  # one rank reports
     report: dict[str, Any] = json.loads(lines[0])
     return report
@@ -44,10 +65,11 @@ def finished(process: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 @pytest.mark.timeout(600)
 def test_two_ranks_train_publish_and_resume_in_shards(tmp_path: Path) -> None:
     config = make_training(tmp_path)
-    report = finished(launch(config, "--set", "train.fsdp=true", "--set", "train.unit_tokens=64", "--steps", "2"))
+    options = ("--set", "train.fsdp=true", "--set", "train.unit_tokens=64")
+    report = launch(config, *options, "--steps", "2")
     assert (report["steps"], report["resumed_from"], report["version"]) == (2, 0, 2)
     assert report["metrics"]["approx_kl"] < 0.05  # what was published is what is trained
-    report = finished(launch(config, "--set", "train.fsdp=true", "--set", "train.unit_tokens=64", "--steps", "3"))
+    report = launch_again(config, *options, "--steps", "3")
     assert (report["steps"], report["resumed_from"], report["skipped"]) == (3, 2, 0)
     with Journal(tmp_path / "out" / "store.db", "r") as store:
         state = fold(read(store.entries(STREAM)))
