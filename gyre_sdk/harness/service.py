@@ -278,6 +278,13 @@ class ServiceClient:
         found: dict[str, Any] = msgspec.json.decode(self._send("GET", "/status"))
         return found
 
+    def answers(self, seconds: float = 1.0) -> bool:
+        """Tell whether the service answers within these seconds; ask once."""
+        try:
+            return self._http.get("/status", timeout=seconds).status_code == 200
+        except httpx.HTTPError:
+            return False
+
     def set_replicas(self, replicas: list[dict[str, Any]]) -> None:
         """Set the table of replicas: `url` and `version` each, and `model` where requests must name one."""
         self._send("PUT", "/replicas", {"replicas": replicas})

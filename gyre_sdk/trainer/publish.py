@@ -202,6 +202,10 @@ class Publisher:
 
     # -- replicas that do something else for a while -----------------------------------------------------------------
 
+    def can_route(self) -> bool:
+        """Tell whether the proxy answers now; asked once, for a second."""
+        return self._service is None or self._service.answers()
+
     def withdraw(self, url: str, seconds: float) -> Drained:
         """Take a replica out of routing and of publication; return when nothing of ours runs there any more.
 

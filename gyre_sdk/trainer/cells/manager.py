@@ -196,7 +196,10 @@ class Manager:
             return
         seen = self._observe()
         self._tell(seen)
-        for action in self._decide(seen, self._policy):
+        actions = self._decide(seen, self._policy)
+        if actions and not self._publisher.can_route():
+            return  # nothing can go over while the proxy is away; what was seen is old when it is back
+        for action in actions:
             self._carry_out(action, seen)
 
     def _observe(self) -> Observation:
@@ -329,11 +332,15 @@ class Manager:
 
     def _bring_back(self) -> None:
         now = self._clock.monotonic()
-        self._moves.bring_back([one for one in self._members if now >= one.retry_at and self._may_return(one)])
+        found = [one for one in self._members if now >= one.retry_at and self._may_return(one)]
+        if found and self._publisher.can_route():
+            self._moves.bring_back(found)
 
     def _may_return(self, member: Member) -> bool:
         """Tell whether a failed cell can come back: its replica answers, and its worker has ended or is known to wait."""
         if member.state is not CellState.FAILED or not self._health.answers(member.cell.url):
+            return False
+        if member.telling is not None and member.telling.is_alive():
             return False
         if member.core:
             return self._training.close_gate(0.0)

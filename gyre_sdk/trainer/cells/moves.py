@@ -27,6 +27,9 @@ LOST = "its worker is not connected to the core any more"
 _RETRY_S = (0.5, 30.0)
 """Seconds before a failed cell is brought back the first time, and at most; they double."""
 
+_TOLD_S = 2.0
+"""Seconds to wait for the proxy to be told that a cell failed; one that is away hears it later."""
+
 _log = logging.getLogger("gyre.trainer")
 
 
@@ -44,6 +47,8 @@ class Member:
         self.retry_s = _RETRY_S[0]
         self.worker: int | None = None
         """Process id of its worker when it began to train."""
+        self.telling: threading.Thread | None = None
+        """Tells the proxy that it failed: it does not come back before that has ended."""
         self.held = False
         """Whether its worker may still have the devices: it was let in, and did not leave in order."""
 
@@ -146,11 +151,16 @@ class Moves:
         """Take a cell out of both roles as far as that can be told to others."""
         _log.warning("%s failed: %s", member.cell.name, reason)
         self._enter(member, CellEvent.FAIL, reason)
-        try:
-            self._publisher.withdraw(member.cell.url, 0.0)
-        except (TrainerError, ServiceError) as error:
-            _log.warning("%s: %s", member.cell.name, error)
+        member.telling = threading.Thread(target=self._tell, args=(member.cell,), name="tell of a failure", daemon=True)
+        member.telling.start()
+        member.telling.join(_TOLD_S)
         self._later(member)
+
+    def _tell(self, cell: Cell) -> None:
+        try:
+            self._publisher.withdraw(cell.url, 0.0)
+        except (TrainerError, ServiceError) as error:
+            _log.warning("%s: %s", cell.name, error)
 
     def joining_takes(self, seconds: float) -> None:
         """Note what a satellite's weight pull and gradient push take."""

@@ -132,6 +132,33 @@ def test_a_parked_engine_holds_nothing_and_publication_goes_on_without_it(served
     assert {row["version"] for row in served.service.status()["replicas"]} == {version}
 
 
+def test_nothing_moves_while_the_proxy_is_stopped(served: Fleet) -> None:
+    """It answers nobody: the manager looks on, notices a death and decides nothing; all goes on when it is back."""
+    served.events.clear()
+    go, forced = threading.Event(), Forced([2, -2])
+    forced._live = go.is_set
+    with served.manager(served.cells(), Hand("cell-1", "cell-2"), decide=forced) as manager:
+        os.kill(served.proxy.pid, signal.SIGSTOP)
+        try:
+            go.set()
+            until(lambda: forced.count >= 3, "the manager looks again and again")
+            assert set(manager.states().values()) == {"serving"}
+            assert not [event for event in served.events if isinstance(event, CellMoved)]
+            os.kill(served.launched[2].pids()["cell-2-replica"], signal.SIGKILL)
+            until(lambda: manager.states()["cell-2"] == "failed", "the death is noticed")
+            asked = forced.count
+            until(lambda: forced.count >= asked + 3, "the manager looks on")
+            assert list(manager.states().values()) == ["serving", "serving", "failed"]
+        finally:
+            os.kill(served.proxy.pid, signal.SIGCONT)
+        until(lambda: served.switches() >= 4, "cells go over again")
+        until(lambda: manager.states()["cell-2"] != "failed", "the cell is back")
+        go.clear()
+    assert not [state for cell in ("cell-0", "cell-1") for state, _ in moves(served.events, cell) if state == "failed"]
+    assert served.states() == dict.fromkeys(served.urls, "serving")
+    served.events.clear()
+
+
 def test_one_cell_serves_and_trains_in_turn(served: Fleet) -> None:
     """Calls that come while it trains wait for it; what is published meanwhile is what they are answered with."""
     policy, cell = weights(served), served.cells()[0]
