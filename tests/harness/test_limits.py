@@ -279,6 +279,23 @@ def test_a_lanes_working_time_closes_its_key(model: Path, tmp_path: Path, engine
         ask(agent.openai())
 
 
+def test_a_lane_that_was_opened_elsewhere_ends_with_the_runs_working_time(service: gyre.ServiceClient) -> None:
+    clock, limits = TurnedClock(), Limits(working_s=60.0)
+    with gyre.session(a_task(), service=service, workspace="local", clock=clock, limits=limits) as agent:
+        opened = service.open_lane(agent.run, role="subagent", name="elsewhere", parent=agent.lane)
+        client = openai.OpenAI(base_url=opened.base_url, api_key=opened.api_key, max_retries=0)
+        ask(client)
+        deadline = time.monotonic() + 60
+        while not agent.context.meter.metered(opened.lane):
+            assert time.monotonic() < deadline, "its call is on record, and nobody looked"
+            time.sleep(0.02)
+        clock.ahead += 61.0
+        with pytest.raises(openai.AuthenticationError):
+            while time.monotonic() < deadline:
+                ask(client)
+    assert agent.result.status is RunStatus.TIMED_OUT
+
+
 def test_a_lanes_wall_time_ends_its_tools_and_its_calls(service: gyre.ServiceClient) -> None:
     with gyre.session(a_task(), service=service, workspace="local") as agent:
         with pytest.raises(gyre.LimitExceeded, match=r"0\.5 s of wall time") as caught:
