@@ -9,6 +9,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ def forking() -> Any:
     """Return multiprocessing's context whose processes begin with the heavy imports done, and nothing run."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_HEAVY)
+    forkserver.ensure_running()
     return context
 
 

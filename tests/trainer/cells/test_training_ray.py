@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import ray_kit
+from ranks_kit import forking
 from test_training import check_store, runs, wait_for
 from training_kit import CONFIG, Forked, make_training
 
@@ -36,6 +37,7 @@ def test_the_trainer_is_killed_and_then_a_node(tmp_path: Path) -> None:
     text = CONFIG.replace("[train]\n", "[train]\nunit_tokens = 24\n")
     seen: list[Any] = []
     killed: list[Any] = []
+    forking()  # its process is not of the cluster, which is told by its environment
     with ray_kit.cluster(3) as cluster:
         config, options = (
             make_training(tmp_path, text + CELLS),
