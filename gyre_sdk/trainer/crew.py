@@ -62,6 +62,7 @@ class Crew:
         self._stack = stack
         self._alone, stack.on_moved = stack.on_moved, self.manager.moved
         stack.core.check = self.check
+        stack.on_end = self.manager.end
 
     def __enter__(self) -> Self:
         for name, state in self.manager.states().items():  # one that never moves is heard of too

@@ -92,6 +92,8 @@ class Stack:
         self.core: Core | None = None
         self.cells: list[Launched] = []
         self.on_moved: Callable[[str, str], None] = lambda old, new: self.publisher.returned(new, known=False)
+        self.on_end: Callable[[], None] = lambda: None
+        """Called before the cells' processes are ended."""
         self.replicas = []
         self._linger = Linger(config.output.dir / "run", config.output.linger_s)
         self._model: Any = None
@@ -284,6 +286,7 @@ class Stack:
             self._cleanup.callback(launcher.close)  # before what they use
             self.cells = [launcher.launch(spec, self._moved) for spec in self._cells(transport, launcher.host)]
             self._children += self.cells
+            self._cleanup.callback(lambda: self.on_end())
             return self.cells
         if self.config.engine.url is not None:
             return []

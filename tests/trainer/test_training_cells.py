@@ -89,6 +89,8 @@ def test_cells_share_each_batch(tmp_path: Path) -> None:
     assert [event.cell for event in told[:3]] == ["cell-0", "cell-1", "cell-2"], "one that never moves is heard of too"
     moved = {event.cell for event in told[3:]}
     assert moved <= {"cell-0", "cell-1", "cell-2"} and {"cell-0", "cell-1"} <= moved
+    last = [(event.cell, event.before, event.state) for event in told[-3:]]
+    assert last == [(f"cell-{number}", "serving", "stopped") for number in range(3)]
     sound(tmp_path)
 
 

@@ -145,6 +145,10 @@ class Manager:
         if last.is_alive():
             _log.warning("cells were not all brought back to serving in %.0f s: %s", seconds, self.states())
 
+    def end(self) -> None:
+        """Note that all cells are told to end; after `stop`. Idempotent."""
+        self._moves.end([member for member in self._members if member.state is not CellState.STOPPED])
+
     def check(self) -> None:
         """Raise what ended the manager, or that a cell's process was given up.
 

@@ -147,6 +147,11 @@ class Moves:
         """Have failed cells serve again."""
         side_by_side([partial(self._bring_back, member) for member in members])
 
+    def end(self, members: Sequence[Member]) -> None:
+        """Note that cells are told to end."""
+        for member in members:
+            self._enter(member, CellEvent.STOP, "the training ends")
+
     def fail(self, member: Member, reason: str) -> None:
         """Take a cell out of both roles as far as that can be told to others."""
         _log.warning("%s failed: %s", member.cell.name, reason)
