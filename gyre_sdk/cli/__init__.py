@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from gyre_sdk.cli import fsck, machine, replay, run, samples, score, sim, store, task, timeline, tree, watch
+from gyre_sdk.cli import fsck, machine, replay, report, run, samples, score, sim, store, task, timeline, tree, watch
 from gyre_sdk.errors import GyreError
 
 __all__ = ["app", "main"]
@@ -55,6 +55,7 @@ app.command("sim")(sim.sim)
 app.command("fsck")(fsck.fsck)
 app.command("replay")(replay.replay)
 app.command("timeline")(timeline.timeline)
+app.command("report")(report.report)
 app.command("view")(watch.view)
 app.command(
     "serve",

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gyre_sdk.journal.audit import Finding
+from gyre_sdk.journal.bodies import StoredBodies
 from gyre_sdk.journal.calls import CallReader, unpack_dict, unpack_spans, where_equal
 from gyre_sdk.journal.survey import survey
 from gyre_sdk.journal.values import CallSummary, Entry, StoreTotals
-from gyre_sdk.records import CallId, CallStatus, LaneId, LaneRecord, RunId, RunRecord, RunStatus
+from gyre_sdk.records import CallId, CallStatus, ForkReason, LaneId, LaneRecord, RunId, RunRecord, RunStatus
 
 
 class Reader(CallReader):
@@ -81,13 +82,23 @@ class Reader(CallReader):
                 sampled_tokens=row[7],
                 version=max((span.version for span in unpack_spans(row[8])), default=-1),
                 ended_at=row[9],
+                fork_reason=ForkReason(row[10]) if row[10] else None,
+                error=row[11],
             )
             for row in self._rows(
-                "SELECT seq, call, run, lane, role, status, prompt_len, sampled_len, versions, ended_at FROM call"
-                f" WHERE seq>?{where} ORDER BY seq",
+                "SELECT seq, call, run, lane, role, status, prompt_len, sampled_len, versions, ended_at, fork_reason, error"
+                f" FROM call WHERE seq>?{where} ORDER BY seq",
                 values,
             )
         ]
+
+    def answers_without_tokens(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (run, answer) of each call that was answered but has no token ids: those of hosted models."""
+        bodies = StoredBodies(self._rows)
+        for run, digest in self._rows(
+            "SELECT run, answer FROM call WHERE sampled_len=0 AND answer IS NOT NULL ORDER BY seq", ()
+        ):
+            yield run, bodies.value(digest)
 
     def run_totals(self, run: str) -> tuple[int, int]:
         """Return how many calls of a run have an answer, and how many tokens they sampled."""

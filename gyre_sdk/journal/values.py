@@ -74,6 +74,9 @@ class CallSummary(msgspec.Struct, frozen=True):
     version: int
     """Newest version that sampled a token of the call; -1 when none is known."""
     ended_at: float | None
+    fork_reason: ForkReason | None = None
+    error: str | None = None
+    """Of a call that ended without an answer; hostile text."""
 
 
 class RecordedExchange(msgspec.Struct, frozen=True):
