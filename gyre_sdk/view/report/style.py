@@ -30,8 +30,8 @@ td.s{white-space:nowrap}
 .n{text-align:right;white-space:nowrap}
 td.t{max-width:56ch}
 code{font:12px ui-monospace,monospace}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(420px,1fr));gap:18px 28px}
-.three{grid-template-columns:repeat(auto-fit,minmax(300px,1fr))}
+.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(420px,100%),1fr));gap:18px 28px}
+.three{grid-template-columns:repeat(auto-fit,minmax(min(300px,100%),1fr))}
 figure{margin:0;break-inside:avoid;min-width:0}
 figcaption{font-size:13px}
 .key{margin-left:12px;white-space:nowrap;font-size:12px}
@@ -53,5 +53,5 @@ svg text{font-size:11px}svg text:not(.label){fill:var(--dim)}
 @media print{:root{--ink:#000;--dim:#444;--paper:#fff;--line:#bbb;--grid:#ddd;--warn:#9a3412;--c1:#2563c9;--c2:#c2571a;
 --c3:#2a8a4a;--c4:#8a4fbf}body{max-width:none;padding:0;font-size:11px}nav{display:none}
 *{print-color-adjust:exact;-webkit-print-color-adjust:exact}.wide{overflow:visible}h2,h3{break-after:avoid}tr{break-inside:avoid}
-.charts{grid-template-columns:1fr 1fr}thead{display:table-header-group}}
+.charts{grid-template-columns:1fr 1fr}.three{grid-template-columns:1fr 1fr 1fr}thead{display:table-header-group}}
 """
