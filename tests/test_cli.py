@@ -315,3 +315,52 @@ def test_help_stays_quick_and_light():
     code = "import sys, gyre_sdk.cli; print([name for name in ('torch', 'transformers', 'trl', 'vllm', 'ray', 'litellm') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_an_empty_store_has_no_empty_tables(tmp_path):
+    Journal(tmp_path / "store.db").close()
+    said = {name: gyre(name, tmp_path / "store.db").stdout for name in ("runs", "calls", "samples")}
+    assert said == {"runs": "no runs yet\n", "calls": "no calls yet\n", "samples": "0 trajectories\n"}
+
+
+def test_one_of_a_thing_is_said_so(tmp_path):
+    path = tmp_path / "store.db"
+    with Journal(path) as journal:
+        open_run(journal, "only", at=1_700_000_000.25)
+        record(journal, "only", "a", [1], [2], at=1_700_000_001.25)
+        journal.end_run(
+            RunId("only"), RunStatus.WORKSPACE_ERROR, at=1_700_000_002, reward=0.0, placeholder=True
+        ).result()
+    assert "\n1 call\n" in gyre("calls", path).stdout
+    samples = gyre("samples", path).stdout
+    assert "\n1 trajectory\n" in samples and "run only, no group" in samples
+    shown = gyre("calls", path, "a", env={"TZ": "UTC"}).stdout
+    assert "received 2023-11-14 22:13:21.250+00:00, 1.000 s" in shown and "1 token, a root" in shown
+    assert " placeholder " in gyre("runs", path).stdout and "reward placeholder" in gyre("tree", path, "only").stdout
+    assert gyre("fsck", path).stderr.endswith(": 1 error\n"), "its answer is missing"
+
+
+def test_runs_without_a_group_are_one_line_of_samples(tmp_path):
+    path = tmp_path / "store.db"
+    with Journal(path) as journal:
+        for name in ("r1", "r2", "r3"):
+            open_run(journal, name)
+            record(journal, name, f"{name}-a", [1], [2, 3])
+            record(journal, name, f"{name}-lost", [1], [7], deliver=False)
+            journal.end_run(RunId(name), RunStatus.COMPLETED, at=110, reward=1.0).result()
+    done = gyre("samples", path, "--groups").stdout
+    (line,) = [line.split("  ") for line in done.splitlines() if "without a group" in line]
+    assert [part.strip() for part in line if part.strip()] == [
+        "3 runs without a group",
+        "0",
+        "0",
+        "0/0",
+        "3 call_orphan (3 tokens)",
+    ]
+    assert len(lines("samples", path, "--groups", "--json")) == 3
+
+
+def test_a_sandbox_that_is_not_there_is_said_without_an_engine(tmp_path):
+    for command in ("build", "test"):
+        done = gyre("sandbox", command, "nope", env={"DOCKER_HOST": f"unix://{tmp_path}/none.sock"})
+        assert done.returncode == 2 and "there is no sandbox 'nope'; sandboxes here: " in done.stderr

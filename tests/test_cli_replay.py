@@ -199,7 +199,7 @@ def test_a_call_is_shown_whole(store: Path) -> None:
         "warm of run r: complete", "reviewer (l-sub), role subagent, child of lane l-main, started by call a",
         "messages, history bridge", "2 tokens, forks from (reason compaction) a, 1 shared", "3 tokens, versions 7 for 0-3",
         "temperature 0.7, top_p 0.9", "1.500 s", "http://a:1 (warm-0): tokens 0 to 3, finished", "count \\e[2J",
-        "1 items as sent", "finished: stop", "(calls run) {}",
+        "1 item as sent", "finished: stop", "(calls run) {}",
     ):  # fmt: skip
         assert part in done.stdout, part
     found = json.loads(gyre("calls", store, "warm", "--json").stdout)

@@ -60,7 +60,7 @@ def test_text(capsys, store):
         "(75%)",
     ]
     assert rows["s1"] == ["s1", "failed", "24.0", "20.0", "4.0", "0.0", "17.0", "0", "2", "200", "(25%)"]
-    assert "seconds; 2 cells over 0:34, 1 steps, 1 versions\n" in out
+    assert "seconds; 2 cells over 0:34, 1 step, 1 version\n" in out
     assert rows["training"] == ["training", "1", "5.00", "3", "1", "drain", "2.00,", "sleep", "1.00,", "load", "2.00"]
     assert "2 switches" in out
 
@@ -100,7 +100,7 @@ def test_what_cannot_be_read_or_was_missed_is_said(capsys, store):
         journal.append(STREAM, "EventsMissed", EventsMissed(1037.0, 12), at=1037.0).result()
     status, out, _ = gyre(capsys, "timeline", store)
     assert status == 0
-    assert "12 events were not recorded; 2 entries of a newer gyre are left out" in " ".join(out.split())
+    assert "not recorded: 12 events; left out: 2 entries of a newer gyre" in " ".join(out.split())
 
 
 def test_trace_and_pictures(capsys, store, tmp_path):
@@ -111,9 +111,7 @@ def test_trace_and_pictures(capsys, store, tmp_path):
     assert {event["name"] for event in events} >= {"training", "failed", "runs", "step 1", "version 1"}
     drawn = page.read_text()
     assert drawn.count("<svg") == 1 and drawn.count("<rect") == 8 and ">core</text>" in drawn
-    assert (
-        ": 0:34, 37% of the cells&#x27; time idle</h2>" in drawn and "2 cells over 0:34, 1 steps, 1 versions" in drawn
-    )
+    assert ": 0:34, 37% of the cells&#x27; time idle</h2>" in drawn and "2 cells over 0:34, 1 step, 1 version" in drawn
     status, _, _ = gyre(capsys, "timeline", store, "--picture", image)
     assert status == 0 and image.read_bytes().startswith(b"\x89PNG")
 

@@ -8,7 +8,7 @@ import typer
 
 from gyre_sdk.cli.store import AsJson, Store, json_line, open_store
 from gyre_sdk.journal.audit import Level
-from gyre_sdk.view.escape import visible
+from gyre_sdk.view.escape import counted, visible
 
 
 def fsck(store: Store, as_json: AsJson = False) -> None:
@@ -24,7 +24,7 @@ def fsck(store: Store, as_json: AsJson = False) -> None:
                 typer.echo(visible(" ".join(text.split()), 400))
         if not errors:
             calls = len(journal.call_summaries())
-    verdict = f"{errors} errors" if errors else f"no errors in {calls} calls"
+    verdict = counted(errors, "error") if errors else f"no errors in {counted(calls, 'call')}"
     typer.echo(f"{journal.path}: {verdict}", err=True)
     if errors:
         raise typer.Exit(1)

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from gyre_sdk.errors import GyreError
+from gyre_sdk.errors import GyreError, WorkspaceError
+from gyre_sdk.view.escape import counted
 
 _GIB = 1 << 30
 _LITTLE_DISK = 2 * _GIB
@@ -46,6 +47,7 @@ def sandbox_build(
     ] = False,
 ) -> None:
     """Build the image of a sandbox on the Docker engine, and those that it starts from."""
+    _check_sandbox(name)
     image = _module("sandboxes").build_sandbox(_engine(), name, again=again)
     typer.echo(f"built {image.name}")
 
@@ -54,9 +56,17 @@ def sandbox_test(
     name: Annotated[str, typer.Argument(help="A sandbox that is built.", show_default=False)],
 ) -> None:
     """Run the smoke test of a sandbox in a workspace."""
+    _check_sandbox(name)
     ran = _module("sandboxes").smoke_test(_engine(), name)
     typer.echo((ran.stdout + ran.stderr).rstrip())
     raise typer.Exit(0 if ran.exit_code == 0 else 1)
+
+
+def _check_sandbox(name: str) -> None:
+    """Say so when there is no such sandbox, before an engine is looked for."""
+    known = _module("sandboxes").names()
+    if name not in known:
+        raise WorkspaceError(f"there is no sandbox {name!r}; sandboxes here: {', '.join(known) or 'none'}")
 
 
 def gc(
@@ -68,17 +78,17 @@ def gc(
     sweeping = _module("sweeping")
     swept = sweeping.sweep(client, room=0) if snapshots else sweeping.sweep(client)
     typer.echo(
-        f"removed {len(swept.containers)} containers, {len(swept.networks)} networks,"
-        f" {len(swept.snapshots)} snapshots ({swept.bytes / 1e6:.0f} MB)"
+        f"removed {counted(len(swept.containers), 'container')}, {counted(len(swept.networks), 'network')},"
+        f" {counted(len(swept.snapshots), 'snapshot')} ({swept.bytes / 1e6:.0f} MB)"
     )
     if images:
         gone = sweeping.sweep_images(client)
-        typer.echo(f"removed {len(gone)} images of tasks")
+        typer.echo(f"removed {counted(len(gone), 'image')} of tasks")
     left = _module("disk").usage(client)
     kept = sum(one.bytes for one in left.snapshots)
     typer.echo(
-        f"left: {left.containers / 1e6:.0f} MB in containers, {kept / 1e6:.0f} MB in {len(left.snapshots)} snapshots,"
-        f" {sum(left.images.values()) / 1e6:.0f} MB in {len(left.images)} images of tasks"
+        f"left: {left.containers / 1e6:.0f} MB in containers, {kept / 1e6:.0f} MB in {counted(len(left.snapshots), 'snapshot')},"
+        f" {sum(left.images.values()) / 1e6:.0f} MB in {counted(len(left.images), 'image')} of tasks"
     )
 
 

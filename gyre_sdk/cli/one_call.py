@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from rich.text import Text
 from gyre_sdk.errors import JournalError
 from gyre_sdk.journal import Journal, RecordedExchange
 from gyre_sdk.records import AttemptRecord, CallRecord, LaneRecord
-from gyre_sdk.view.escape import visible
+from gyre_sdk.view.escape import counted, visible
 
 _WIDTH = 160
 """Characters of a message to show."""
@@ -75,7 +76,7 @@ def _facts(
     for message in exchange.messages:
         yield from _message(message)
     if exchange.raw:
-        yield "raw", f"{len(exchange.raw)} items as sent (--json shows them)"
+        yield "raw", f"{counted(len(exchange.raw), 'item')} as sent (--json shows them)"
     if exchange.answer is not None:
         yield "answer", "" if record.finish_reason is None else f"finished: {record.finish_reason}"
         yield from _message(exchange.answer)
@@ -95,22 +96,31 @@ def _prompt(record: CallRecord, hosted: bool) -> str:
     if hosted:
         return "no ids: a hosted model answered"
     if record.parent is None:
-        return f"{len(record.prompt_ids)} tokens, a root"
+        return f"{counted(len(record.prompt_ids), 'token')}, a root"
     how = f"forks from (reason {record.fork_reason})" if record.fork_reason else "continues"
-    return f"{len(record.prompt_ids)} tokens, {how} {record.parent}, {record.shared} shared"
+    return f"{counted(len(record.prompt_ids), 'token')}, {how} {record.parent}, {record.shared} shared"
 
 
 def _sampled(record: CallRecord, hosted: bool) -> str:
     if hosted:
         return "no ids: a hosted model answered"
     versions = ", ".join(f"{span.version} for {span.start}-{span.end}" for span in record.versions)
-    return f"{len(record.sampled_ids)} tokens" + (f", versions {versions}" if versions else "")
+    return counted(len(record.sampled_ids), "token") + (f", versions {versions}" if versions else "")
 
 
 def _timing(record: CallRecord) -> str:
+    received = f"received {_moment(record.received_at)}"
     if record.ended_at is None:
-        return f"received at {record.received_at:.3f}, not ended"
-    return f"received at {record.received_at:.3f}, {record.ended_at - record.received_at:.3f} s"
+        return f"{received}, not ended"
+    return f"{received}, {record.ended_at - record.received_at:.3f} s"
+
+
+def _moment(at: float) -> str:
+    """Return a time as this machine's date and time of day, with its offset from UTC."""
+    try:
+        return datetime.fromtimestamp(at, UTC).astimezone().isoformat(" ", "milliseconds")
+    except (OverflowError, ValueError, OSError):
+        return f"at {at:g}"
 
 
 def _message(message: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -18,8 +18,8 @@ from gyre_sdk.errors import SettingsError
 from gyre_sdk.journal import Journal
 from gyre_sdk.records import RunRecord, RunStatus
 from gyre_sdk.view import cells
+from gyre_sdk.view.escape import counted
 from gyre_sdk.view.report import CallFact, Facts, Figures, Spent, StepFact, document, figures
-from gyre_sdk.view.report.tables import counted
 from gyre_sdk.view.timeline import timeline as fold
 
 _OUT = Path("report.html")

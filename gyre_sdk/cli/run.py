@@ -14,6 +14,7 @@ import typer
 
 from gyre_sdk.errors import SettingsError
 from gyre_sdk.records import RunStatus
+from gyre_sdk.view.escape import counted
 
 _KEY_VARIABLE = "GYRE_SERVICE_KEY"
 DEFAULT_STORE = Path("gyre-runs")
@@ -152,7 +153,7 @@ class _Shown:
         said = "unscored" if reward is None else f"reward {reward:g}"
         code = "no exit code" if made.exit_code is None else f"exit code {made.exit_code}"
         typer.echo(
-            f"run {line['run'] or '-'} {line['status']}, {said}, {code}, {line['calls']} calls, {line['seconds']:.1f} s"
+            f"run {line['run'] or '-'} {line['status']}, {said}, {code}, {counted(line['calls'], 'call')}, {line['seconds']:.1f} s"
             + (f": {line['error']}" if line["error"] else "")
         )
 
@@ -205,7 +206,7 @@ def _left(launch: Any, client: Any, group: str, runs: int) -> list[int]:
         client.end_run(run.run, RunStatus.CANCELLED, reward=None, parts={}, error=error, placeholder=False)
         found.remove(run)
     members: list[int] = resume.members_left(found, runs)
-    _say(f"group {group}: {runs - len(members)} of {runs} runs are done, {len(members)} are left")
+    _say(f"group {group}: {runs - len(members)} of {counted(runs, 'run')} done, {len(members)} left")
     return members
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
+from dataclasses import dataclass, field
 from enum import StrEnum
 from math import isfinite
 from pathlib import Path
@@ -28,6 +29,7 @@ from gyre_sdk.cli.store import (
 from gyre_sdk.credit import Baseline
 from gyre_sdk.errors import SettingsError
 from gyre_sdk.select import J_MAX, ROLES, Role
+from gyre_sdk.view.escape import counted
 
 if TYPE_CHECKING:
     from gyre_sdk.credit import Row
@@ -91,9 +93,9 @@ def samples(
     export: Any = importlib.import_module("gyre_sdk.export")
     rows_table = new_table("group", "run", "role", "leaf", "tokens", "owned", "weight", "advantage", right=(4, 5, 6, 7))
     group_table = new_table(
-        "group", "scored", "mean", "rows", "owned", "raw/unique", "not trained (tokens)", right=(1, 2, 3, 4, 5)
+        "group", "scored", "mean", "rows", "owned", "raw/unique", "not trained", right=(1, 2, 3, 4, 5)
     )
-    rows, dropped = 0, Counter[str]()
+    rows, dropped, alone = 0, Counter[str](), _Alone()
     with open_store(store) as journal:
         check_run(journal, run)
         found: GroupSamples
@@ -108,12 +110,16 @@ def samples(
             else:
                 for one in found.rows:
                     _row(rows_table, one, found.group)
-                _group_row(group_table, found)
+                if found.group is None:
+                    alone.add(found)
+                else:
+                    _group_row(group_table, found)
+    alone.row(group_table)
     calls = ", ".join(
         f"{n} {name.removeprefix('call_')}" for name, n in sorted(dropped.items()) if name.startswith("call_")
     )
     rest = ", ".join(f"{number} {name}" for name, number in sorted(dropped.items()) if not name.startswith("call_"))
-    summary = f"{rows} trajectories"
+    summary = counted(rows, "trajectory", "trajectories")
     summary += f"; calls that are no targets: {calls}" if calls else ""
     summary += f"; not trained: {rest}" if rest else ""
     if as_json:
@@ -234,11 +240,46 @@ def _group_object(found: GroupSamples) -> dict[str, Any]:
 
 def _group_row(groups: Table, found: GroupSamples) -> None:
     one = _group_object(found)
-    dropped = ", ".join(
-        f"{count} {name}" + (f" ({one['dropped_tokens'][name]})" if name in one["dropped_tokens"] else "")
-        for name, count in sorted(found.dropped.items())
-    )
     mean = "" if one["mean"] is None else f"{one['mean']:.3f}"
-    scored = "" if found.group is None else f"{one['scored']} of {len(found.runs)}"
+    scored = f"{one['scored']} of {len(found.runs)}"
     sharing = f"{one['row_tokens']}/{one['unique_row_tokens']}"
-    add_row(groups, found.group or "(none)", scored, mean, str(one["rows"]), str(one["owned_tokens"]), sharing, dropped)
+    dropped = _reasons(found.dropped, found.dropped_tokens)
+    add_row(groups, found.group or "", scored, mean, str(one["rows"]), str(one["owned_tokens"]), sharing, dropped)
+
+
+def _reasons(dropped: Counter[str], tokens: Counter[str]) -> str:
+    """Return what is not trained: 3 call_stale (57 tokens), 1 group_flat."""
+    return ", ".join(
+        f"{number} {name}" + (f" ({counted(tokens[name], 'token')})" if name in tokens else "")
+        for name, number in sorted(dropped.items())
+    )
+
+
+@dataclass(slots=True)
+class _Alone:
+    """What runs without a group add up to: nothing compares them, so one line says all of them."""
+
+    runs: list[str] = field(default_factory=list)
+    rows: int = 0
+    owned: int = 0
+    raw: int = 0
+    unique: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    dropped_tokens: Counter[str] = field(default_factory=Counter)
+
+    def add(self, found: GroupSamples) -> None:
+        """Take in a run."""
+        one = _group_object(found)
+        self.runs += [run.run for run in found.runs]
+        self.rows, self.owned = self.rows + one["rows"], self.owned + one["owned_tokens"]
+        self.raw, self.unique = self.raw + one["row_tokens"], self.unique + one["unique_row_tokens"]
+        self.dropped.update(found.dropped)
+        self.dropped_tokens.update(found.dropped_tokens)
+
+    def row(self, groups: Table) -> None:
+        """Add the line, where there is such a run."""
+        if not self.runs:
+            return
+        name = f"run {self.runs[0]}, no group" if len(self.runs) == 1 else f"{len(self.runs):,} runs without a group"
+        sharing, dropped = f"{self.raw}/{self.unique}", _reasons(self.dropped, self.dropped_tokens)
+        add_row(groups, name, "", "", str(self.rows), str(self.owned), sharing, dropped)

@@ -20,7 +20,7 @@ from gyre_sdk.credit import tally
 from gyre_sdk.errors import JournalError
 from gyre_sdk.journal import Journal, store_file
 from gyre_sdk.records import VersionSpan
-from gyre_sdk.view.escape import count, duration, reward, visible
+from gyre_sdk.view.escape import count, counted, duration, reward, visible
 
 Store = Annotated[Path, typer.Argument(help="The store: a file, or a directory with gyre.db.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
@@ -58,13 +58,13 @@ def runs(store: Store, as_json: AsJson = False) -> None:
             run.task,
             run.group or "",
             str(run.status),
-            "placeholder" if run.placeholder else reward(run.reward) if run.ended_at is not None else "",
+            reward(run.reward, placeholder=run.placeholder) if run.ended_at is not None else "",
             str(calls[run.run]),
             count(sampled[run.run]),
             seconds,
             run.error or "",
         )
-    print_table(table, str(tally(found)))
+    print_table(table, str(tally(found)) if found else "no runs yet")
 
 
 def calls(
@@ -106,7 +106,7 @@ def calls(
                 record.parent or "",
                 str(record.fork_reason or ""),
             )
-    print_table(table, f"{number} calls")
+    print_table(table, counted(number, "call") if number else "no calls yet")
 
 
 def check_run(journal: Journal, run: str | None) -> None:
@@ -147,9 +147,11 @@ def add_row(table: Table, *cells: str, limit: int = 80) -> None:
 
 
 def print_table(table: Table, summary: str) -> None:
-    """Print a table and a line below it."""
+    """Print a table and a line below it; of a table without rows the line alone."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=200)
-    console.print(table)
-    console.print(Text(summary, style="dim"))
+    if table.row_count:
+        console.print(table)
+    if summary:
+        console.print(Text(summary, style="dim"))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gyre_sdk.errors import GyreError, TaskError
-from gyre_sdk.view.escape import visible
+from gyre_sdk.view.escape import counted, visible
 
 if TYPE_CHECKING:
     from gyre_sdk.harness.task import Task
@@ -68,7 +68,7 @@ def show(
         names=names or (), tags=tags or (), difficulty=difficulty or (), matching=matching
     )
     for task in chosen:
-        steps = f"{len(task.steps)} steps" if task.steps else "1 step"
+        steps = counted(len(task.steps) or 1, "step")
         where = task.image or (f"{task.dockerfile}/Dockerfile" if task.dockerfile else "gyre/base")
         hard = task.metadata.get("difficulty")
         facts = [where, f"network {task.network}", steps, str(hard) if hard else "", " ".join(task.tags)]

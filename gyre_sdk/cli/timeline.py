@@ -11,7 +11,7 @@ import typer
 from gyre_sdk.cli.store import AsJson, Store, add_row, json_line, new_table, open_store, print_table
 from gyre_sdk.errors import JournalError, SettingsError
 from gyre_sdk.view import cells, lanes, trace
-from gyre_sdk.view.escape import count, duration
+from gyre_sdk.view.escape import count, counted, duration
 from gyre_sdk.view.timeline import Cell, Role, Timeline
 from gyre_sdk.view.timeline import timeline as fold
 
@@ -114,7 +114,7 @@ def _show(found: Timeline) -> None:
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in cost.phases.items())
         figures = [str(cost.count), f"{cost.mean_s:.2f}", str(cost.finished), str(cost.moved)]
         add_row(costs, to, *figures, phases, limit=400)
-    print_table(costs, f"{len(found.switches)} switches")
+    print_table(costs, counted(len(found.switches), "switch", "switches"))
 
 
 def _row(cell: Cell, states: list[str], tokens: int) -> list[str]:
@@ -127,12 +127,12 @@ def _row(cell: Cell, states: list[str], tokens: int) -> list[str]:
 
 
 def _summary(found: Timeline) -> str:
-    words = f"{len(found.cells)} cells over {duration(found.span_s)}, {len(found.steps)} steps,"
-    words += f" {len(found.versions)} versions"
+    words = f"{counted(len(found.cells), 'cell')} over {duration(found.span_s)}, {counted(len(found.steps), 'step')},"
+    words += f" {counted(len(found.versions), 'version')}"
     if len(found.trainings) > 1:
         words += f", {len(found.trainings)} trainings, one after the other"
     if found.missed:
-        words += f"; {found.missed} events were not recorded"
+        words += f"; not recorded: {counted(found.missed, 'event')}"
     if found.unknown:
-        words += f"; {found.unknown} entries of a newer gyre are left out"
+        words += f"; left out: {counted(found.unknown, 'entry', 'entries')} of a newer gyre"
     return words

@@ -20,7 +20,7 @@ from gyre_sdk.select import J_MAX, select
 from gyre_sdk.tree import RunTree, SampledCall
 from gyre_sdk.tree.lines import Line, lines
 from gyre_sdk.tree.outline import TreeOutline, outline
-from gyre_sdk.view.escape import count, reward, visible
+from gyre_sdk.view.escape import count, counted, reward, visible
 
 _IDS = 12
 """Token ids to show of each end of a stretch."""
@@ -100,7 +100,7 @@ def _heading(record: RunRecord, found: TreeOutline) -> list[str]:
     sizes = f"{count(found.raw_tokens)} tokens sent and sampled, {count(found.unique_tokens)} different"
     parts = [
         f"run {visible(record.run, 80)}, task {visible(record.task, 80)}: {record.status}, reward {scored}",
-        f"{len(found.calls)} calls, {sizes}, {count(found.sampled_tokens)} sampled, {count(found.trained_tokens)} trained",
+        f"{counted(len(found.calls), 'call')}, {sizes}, {count(found.sampled_tokens)} sampled, {count(found.trained_tokens)} trained",
     ]
     if found.untrained:
         parts.append("calls not trained: " + ", ".join(f"{number} {why}" for why, number in found.untrained.items()))
@@ -132,9 +132,7 @@ def _label(line: Line, numbers: Mapping[CallId, int]) -> Text:
         label.append("  forks: " + ", ".join(f"{reason} x{number}" for reason, number in line.forks.items()))
     attempts, lost = line.given_up
     if attempts:
-        label.append(
-            f"  gave up {lost} tokens of {attempts} engine attempt{'s' if attempts > 1 else ''}", style="yellow"
-        )
+        label.append(f"  gave up {counted(lost, 'token')} of {counted(attempts, 'engine attempt')}", style="yellow")
     first, last = visible(line.calls[0].call, 80), visible(line.calls[-1].call, 80)
     label.append(f"  {first}" if len(line.calls) == 1 else f"  {first} .. {last}", style="dim")
     return label

@@ -48,8 +48,13 @@ def count(number: int) -> str:
     return str(number)
 
 
+def counted(number: int, noun: str, nouns: str = "") -> str:
+    """Return a number with what it counts: 1 run, 1,200 runs; `nouns` where an s does not make the plural."""
+    return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
+
+
 def reward(value: float | None, *, placeholder: bool = False) -> str:
-    """Return a reward; an unknown one is `unscored`, and that of a run that never started `no start`, never 0."""
+    """Return a reward; an unknown one is `unscored`, and that of a run that never started `placeholder`, never 0."""
     if placeholder:
-        return "no start"
+        return "placeholder"
     return "unscored" if value is None else f"{value:.2f}"

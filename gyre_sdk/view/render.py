@@ -227,7 +227,7 @@ def _runs(state: State, now: float, page: Page, rows: int) -> RenderableType:
     if wide:
         table.add_column("context", justify="right", no_wrap=True, width=7)
     table.add_column("time", justify="right", no_wrap=True, width=7)
-    table.add_column("reward", justify="right", no_wrap=True, width=8)
+    table.add_column("reward", justify="right", no_wrap=True, width=11 if wide else 8)
     if page.width >= _NARROW:
         table.add_column("last command", no_wrap=True, overflow="ellipsis", ratio=5)
     active = sorted(state.active.values(), key=lambda run: (run.group or "", run.started_at))

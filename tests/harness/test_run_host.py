@@ -94,7 +94,7 @@ def test_many_runs_are_one_group_and_an_exit_code_is_the_agents_own_error(servin
     # what stands is not made again; a run that was cancelled or whose process is gone is
     process = serving.start(task, *host("-n", "4", "--group", "g-three", "--resume", "--json"), *python(SMALL))
     out, err = process.communicate(timeout=120)
-    assert "3 of 4 runs are done, 1 are left" in err
+    assert "3 of 4 runs done, 1 left" in err
     assert [line["member"] for line in lines_of(out)] == [3]
 
 

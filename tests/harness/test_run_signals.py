@@ -142,7 +142,7 @@ def test_killed_the_next_start_sweeps_and_takes_the_group_up(
     more = ("--group", "g-kill", "--resume", "--env", "FAST=1", "--", "sh", "-c", AGENT)
     again = Started(serving.start(task, *BATCH, *more), docker_client, "g-kill")
     out, err = again.ended(0, 120)
-    assert "0 of 6 runs are done, 6 are left" in err
+    assert "0 of 6 runs done, 6 left" in err
     assert sorted(line["member"] for line in lines_of(out)) == list(range(6))
     assert sorted(states(serving, "g-kill")) == [RunStatus.CANCELLED] * 3 + [RunStatus.COMPLETED] * 6
     assert batch.containers() == again.containers() == []

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from report_facts import call, run, step, trained
 
 from gyre_sdk.records import CallStatus, RunStatus
+from gyre_sdk.view.escape import counted
 from gyre_sdk.view.report import Facts, Spent, document, figures
 from gyre_sdk.view.report.figures import quantile
 from gyre_sdk.view.report.plot import Curve, curves, figure, histogram, stacked
-from gyre_sdk.view.report.tables import counted, moment, seconds
+from gyre_sdk.view.report.tables import moment, seconds
 from gyre_sdk.view.timeline import timeline
 
 VOID = {"meta"}

@@ -70,7 +70,7 @@ def test_a_placeholder_is_told_from_a_zero_that_was_evaluated():
         RunEnded(1, "s", RunStatus.COMPLETED, 0.0, 1),
     )
     assert (state.scored, state.mean_reward) == (1, 0.0)
-    assert [reward(run.reward, placeholder=run.placeholder) for run in state.finished] == ["no start", "0.00"]
+    assert [reward(run.reward, placeholder=run.placeholder) for run in state.finished] == ["placeholder", "0.00"]
 
 
 def test_unscored_is_not_zero():

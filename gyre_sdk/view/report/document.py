@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from math import inf
 
 from gyre_sdk.view import page
+from gyre_sdk.view.escape import counted
 from gyre_sdk.view.lanes import lanes, legend
 from gyre_sdk.view.report import learning
 from gyre_sdk.view.report.figures import Figures, GroupRow, Head, Spread, TaskRow
 from gyre_sdk.view.report.plot import histogram
 from gyre_sdk.view.report.problems import ErrorRow, Problems
 from gyre_sdk.view.report.style import STYLE
-from gyre_sdk.view.report.tables import Column, counted, facts, moment, reward, seconds, share, table, text
+from gyre_sdk.view.report.tables import Column, facts, moment, reward, seconds, share, table, text
 from gyre_sdk.view.report.training import FULL
 from gyre_sdk.view.state import TRAIN
 from gyre_sdk.view.timeline import Timeline

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import isfinite
 
+from gyre_sdk.view.escape import counted
 from gyre_sdk.view.report.plot import Curve, curves, stacked
-from gyre_sdk.view.report.tables import Column, counted, number, reward, seconds, table
+from gyre_sdk.view.report.tables import Column, number, reward, seconds, table
 from gyre_sdk.view.report.training import Evaluation, StepRow, Training
 
 _LAST = 20

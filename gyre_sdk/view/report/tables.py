@@ -86,11 +86,6 @@ def seconds(value: float) -> str:
     return f"{number(value)} s" if not value >= 120 else duration(value)
 
 
-def counted(number: int, noun: str, nouns: str = "") -> str:
-    """Return a number with what it counts: 1 run, 1,200 runs."""
-    return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
-
-
 def share(part: int, whole: int) -> str:
     """Return a part of a whole in percent; a dash of nothing."""
     return f"{part / whole:.0%}" if whole else "–"
