@@ -312,7 +312,7 @@ def test_serve_hands_its_options_to_the_proxy():
 
 
 def test_help_stays_quick_and_light():
-    code = "import sys, gyre_sdk.cli; print([name for name in ('torch', 'transformers', 'trl', 'vllm', 'ray', 'litellm') if name in sys.modules])"
+    code = "import sys, gyre_sdk.cli.commands; print([name for name in ('torch', 'transformers', 'trl', 'vllm', 'ray', 'litellm') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -364,3 +364,19 @@ def test_a_sandbox_that_is_not_there_is_said_without_an_engine(tmp_path):
     for command in ("build", "test"):
         done = gyre("sandbox", command, "nope", env={"DOCKER_HOST": f"unix://{tmp_path}/none.sock"})
         assert done.returncode == 2 and "there is no sandbox 'nope'; sandboxes here: " in done.stderr
+
+
+def test_an_interrupt_while_commands_load_is_quiet():
+    code = (
+        "import os, signal, sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'gyre_sdk.cli.store':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "from gyre_sdk.cli import main\n"
+        "assert 'typer' not in sys.modules\n"
+        "main(['runs', 'store'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

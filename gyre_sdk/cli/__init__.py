@@ -1,83 +1,40 @@
 """The command `gyre`: ask a store, watch it, serve models to agents, look after workspaces.
 
-Parts of gyre that are heavy or of other layers' making load when their command runs, so that `gyre --help` stays quick.
+The commands load when one is asked for: a Ctrl-C while they load ends `gyre` as quietly as any later one.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
-from importlib import metadata
-from typing import Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from gyre_sdk.cli import fsck, machine, replay, report, run, samples, score, sim, store, task, timeline, tree, watch
 from gyre_sdk.errors import GyreError
+
+if TYPE_CHECKING:
+    from gyre_sdk.cli.commands import app
 
 __all__ = ["app", "main"]
 
 ERROR = 2
 """Exit status when gyre itself says what is wrong."""
-
-app = typer.Typer(
-    name="gyre",
-    help="Record agents, look at what they did, serve models to them.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+_INTERRUPTED = 130
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"gyre {metadata.version('gyre-sdk')}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
-    ] = False,
-) -> None:
-    """Take the options of `gyre` itself."""
-
-
-app.command("run")(run.run)
-app.command("runs")(store.runs)
-app.command("calls")(store.calls)
-app.command("tree")(tree.tree)
-app.command("samples")(samples.samples)
-app.command("export")(samples.export)
-app.command("rescore")(score.rescore)
-app.command("sim")(sim.sim)
-app.command("fsck")(fsck.fsck)
-app.command("replay")(replay.replay)
-app.command("timeline")(timeline.timeline)
-app.command("report")(report.report)
-app.command("view")(watch.view)
-app.command(
-    "serve",
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
-)(machine.serve)
-app.command("gc")(machine.gc)
-app.command("doctor")(machine.doctor)
-sandbox = typer.Typer(help="Images for workspaces, built without a registry.", no_args_is_help=True)
-sandbox.command("list")(machine.sandbox_list)
-sandbox.command("build")(machine.sandbox_build)
-sandbox.command("test")(machine.sandbox_test)
-app.add_typer(sandbox, name="sandbox")
-tasks = typer.Typer(help="Look at tasks before agents do.", no_args_is_help=True)
-tasks.command("check")(task.check)
-tasks.command("list")(task.show)
-app.add_typer(tasks, name="task")
+def __getattr__(name: str) -> Any:
+    if name == "app":
+        return importlib.import_module("gyre_sdk.cli.commands").app
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command and exit; an error of gyre is one line on standard error and exit status 2."""
     try:
-        app(args=None if argv is None else list(argv), prog_name="gyre")
+        commands: Any = importlib.import_module("gyre_sdk.cli.commands")
+        commands.app(args=None if argv is None else list(argv), prog_name="gyre")
     except GyreError as error:
-        typer.echo(f"gyre: {' '.join(str(error).split())}", err=True)
+        sys.stderr.write(f"gyre: {' '.join(str(error).split())}\n")
         sys.exit(ERROR)
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
