@@ -214,4 +214,4 @@ def test_it_loads_nothing_heavy(store):
         "print([name for name in heavy if name in sys.modules], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(store)], capture_output=True, text=True, check=True)
-    assert done.stderr.strip() == "[]" and json.loads(done.stdout)["name"] == str(store)
+    assert done.stderr.strip() == "[]" and json.loads(done.stdout)["name"] == str(store.resolve() / "gyre.db")

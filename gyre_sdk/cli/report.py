@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +36,7 @@ def report(
 ) -> None:
     """Write one page about a store: rewards, lengths, what failed, and the curves of a training."""
     with open_store(store) as journal:
-        facts = read(journal, str(store))
+        facts = read(journal, time.time())
     found = figures(facts)
     if out is None and not as_json:
         out = _OUT
@@ -58,12 +59,13 @@ def as_object(found: Figures, facts: Facts) -> dict[str, Any]:
     made: dict[str, Any] = msgspec.to_builtins(found)
     for spread in made["lengths"]:
         del spread["values"]
+    del made["rewards"]
     made["cells"] = None if facts.cells is None else timeline.as_object(facts.cells)
     return made
 
 
-def read(journal: Journal, name: str) -> Facts:
-    """Return what a store holds now. It may be written to meanwhile.
+def read(journal: Journal, now: float) -> Facts:
+    """Return what a store holds now, seconds since the epoch. It may be written to meanwhile.
 
     Raises:
         JournalError: the store cannot be read.
@@ -73,7 +75,7 @@ def read(journal: Journal, name: str) -> Facts:
     known = {run.run for run in runs}
     summaries = [call for call in journal.call_summaries() if call.run in known]
     calls = [
-        CallFact(call.run, call.status, call.sampled_tokens, call.version, call.fork_reason, call.error)
+        CallFact(call.run, call.status, call.sampled_tokens, call.version, call.ended_at, call.fork_reason, call.error)
         for call in summaries
     ]
     ledger: Any = importlib.import_module("gyre_sdk.trainer.ledger")
@@ -84,15 +86,17 @@ def read(journal: Journal, name: str) -> Facts:
     said = cells.read(entry.body for entry in journal.entries(cells.STREAM))
     training = bool(items)
     return Facts(
-        name=name,
+        name=str(journal.path.resolve()),
         runs=runs,
         calls=calls,
         groups=_groups(runs, state),
         spent=[one for one in _spent(journal) if one.run in known],
         steps=list(_steps(ledger, items, state, times, {str(run.run): run for run in runs})),
         versions={version: step for version, (_, step) in state.versions.items()} if training else {},
+        resumed=sum(isinstance(item, ledger.Resumed) for item in items),
         tampered=_tampered(journal),
         cells=fold(said.events, unknown=said.unknown) if said.events else None,
+        read_at=now,
     )
 
 

@@ -29,7 +29,13 @@ def run(name: str, task: str = "t", reward: float | None = None, **more: Any) ->
 def call(run: str, sampled: int = 5, version: int = 0, **more: Any) -> CallFact:
     """Return a call that was delivered unless told otherwise."""
     return CallFact(
-        run, more.get("status", CallStatus.DELIVERED), sampled, version, more.get("fork"), more.get("error")
+        run,
+        more.get("status", CallStatus.DELIVERED),
+        sampled,
+        version,
+        more.get("ended_at"),
+        more.get("fork"),
+        more.get("error"),
     )
 
 

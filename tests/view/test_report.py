@@ -62,6 +62,12 @@ def test_the_head_adds_up():
     assert (head.hosted, head.dollars, head.unpriced) == (0, 0.0, 0)
 
 
+def test_what_ends_last_may_be_a_call():
+    running = run("r", status=RunStatus.RUNNING)
+    head = figures(Facts("s", [running], [call("r", ended_at=1234.5), call("r", ended_at=None)])).head
+    assert (head.began, head.ended) == (1000.0, 1234.5)
+
+
 def test_rewards_by_task():
     rows = {(row.task, row.split): row for row in figures(trained()).tasks}
     hard = rows["hard", "train"]
@@ -137,6 +143,17 @@ def test_steps_and_evaluations():
         ("before", 0, 1, 0.0),
         ("after", 3, 1, 1.0),
     ]
+
+
+def test_a_training_that_was_taken_up_again_and_its_worst_mismatch():
+    distance = "sampling/sampling_logp_difference/"
+    metrics = {f"{distance}mean": 0.25, f"{distance}p99": 2.0, f"{distance}max": 7.5}
+    steps = (step(1, (1.0,), metrics={f"{distance}mean": 0.125}), step(2, (1.0,), metrics=metrics), step(3, (1.0,)))
+    page = Reader(document(figures(Facts("s", [run("r")], [], steps=steps, resumed=2, read_at=0.0)))).text
+    assert "3 steps, 300 tokens trained; taken up again 2 times." in page
+    assert "largest at step 2, 0.250 nats (99% of the tokens below 2.00, one at 7.50)" in page
+    assert "read 1970-01-01 00:00:00 UTC" in page
+    assert "Trainer against engine: the" not in document(figures(trained()))
 
 
 def test_an_evaluation_takes_of_each_task_the_run_with_a_score():
@@ -280,6 +297,24 @@ def test_a_curve_is_where_its_numbers_are():
     assert "step 2: a 5" in drawn
 
 
+def test_a_histogram_counts_every_value_once():
+    made = histogram("t", [-1.0, -1.0, 0.0, 0.5, 0.5, 0.5, 1.0], centred=True)
+    assert re.findall(r"<title>([^<]*)</title>", made) == [
+        "-1.05 to -0.95: 2",
+        "-0.05 to 0.05: 1",
+        "0.45 to 0.55: 3",
+        "0.95 to 1.05: 1",
+    ]
+    assert re.findall(r"<title>([^<]*)</title>", histogram("t", [0, 1, 1, 4])) == ["0: 1", "1: 2", "4: 1"]
+    assert re.findall(r"<title>([^<]*)</title>", histogram("t", [0.0, 11.9])) == ["0 to 0.5: 1", "11.5 to 12: 1"]
+
+
+def test_rewards_are_drawn_without_those_of_evaluations():
+    assert figures(trained()).rewards == (0.0, 0.5, 1.0, 1.0)
+    assert "<b>Rewards</b>" in document(figures(trained()))
+    assert "<b>Rewards</b>" not in document(figures(Facts("s", [run("r")], [])))
+
+
 def test_a_long_curve_keeps_what_stands_out():
     values = [(float(n), 0.1) for n in range(20_000)]
     values[12_345] = (12_345.0, 7.0)
@@ -318,5 +353,7 @@ def test_what_hosted_models_cost():
     found = figures(Facts("s", [run("r", reward=1.0)], [call("r", 0, -1)] * 3, spent=spent))
     assert (found.head.hosted, found.head.dollars, found.head.unpriced, found.head.sampled) == (3, 0.75, 1, 51)
     assert "$0.75" in document(found) and "of 1 nobody knows the cost" in document(found)
+    little = figures(Facts("s", [run("r")], [call("r", 0, -1)], spent=(Spent("r", 1, 1.26e-5),)))
+    assert "$0.000013" in document(little)
     unknown = figures(Facts("s", [run("r")], [call("r", 0, -1)], spent=spent[2:]))
     assert "$" not in document(unknown) and "unknown" in document(unknown)

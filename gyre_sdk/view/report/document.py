@@ -75,6 +75,7 @@ def document(found: Figures, cells: Timeline | None = None) -> str:
         _groups(found) if sections["groups"][1] else "",
         _cells(cells) if cells is not None and drawn else "",
         _problems(found.problems) if found.tasks else "",
+        "" if found.read_at is None else f'<p class="dim">gyre report, read {moment(found.read_at)}.</p>',
     ]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -89,7 +90,7 @@ def _head(head: Head) -> str:
     runs = sum(head.statuses.values())
     going = head.statuses.get("running", 0)
     states = ", ".join(f"{count:,} {state}" for state, count in head.statuses.items())
-    last = f"the last end {moment(head.ended)}" if head.ended is not None else "nothing has ended yet"
+    last = f"last end {moment(head.ended)}" if head.ended is not None else "nothing has ended yet"
     took = f", {seconds(head.ended - head.began)}" if head.ended is not None and head.ended >= head.began else ""
     pairs = [
         ("runs", f"{runs:,}", states),
@@ -104,9 +105,13 @@ def _head(head: Head) -> str:
         priced = head.hosted - head.unpriced
         remark = f"{counted(head.hosted, 'call')} of hosted models"
         remark += f"; of {head.unpriced:,} nobody knows the cost" if head.unpriced else ""
-        pairs.append(("cost", f"${head.dollars:,.2f}" if priced else "unknown", remark))
+        pairs.append(("cost", _dollars(head.dollars) if priced else "unknown", remark))
     still = f' <b class="warn">{counted(going, "run")} still going.</b>' if going else ""
     return f'<p class="dim">First run {moment(head.began)}, {last}{took}.{still}</p>{facts(pairs)}'
+
+
+def _dollars(amount: float) -> str:
+    return f"${amount:,.{2 if amount >= 1 or not amount else 3 if amount >= 0.01 else 6}f}"
 
 
 def _tasks(found: Figures) -> str:
@@ -118,6 +123,9 @@ def _tasks(found: Figures) -> str:
         " and counts as 0), infrastructure (workspace, scorer or model side failed), other."
     )
     parts = [f'<h2 id="tasks">Rewards by task</h2><p class="dim">{said}</p>']
+    if found.rewards:
+        chart = histogram("Rewards", found.rewards, centred=True)
+        parts.append(f'<div class="charts three">{chart}</div>')
     parts += [_split(split, rows, named=splits.keys() != {TRAIN}) for split, rows in list(splits.items())[:_SPLITS]]
     left = len(splits) - _SPLITS
     return "".join(parts) + (f'<p class="dim">{counted(left, "further split")} not shown.</p>' if left > 0 else "")

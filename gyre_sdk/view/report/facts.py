@@ -19,6 +19,8 @@ class CallFact(NamedTuple):
     """Tokens."""
     version: int
     """Newest policy version that sampled a token of it; -1 when none is known."""
+    ended_at: float | None
+    """Seconds since the epoch; None while it is open."""
     fork: str | None
     """Why it does not continue a recorded path."""
     error: str | None
@@ -67,6 +69,10 @@ class Facts:
     """In order."""
     versions: Mapping[int, int] = field(default_factory=dict)
     """Published version -> optimizer steps behind it; empty without a training."""
+    resumed: int = 0
+    """How often the training was taken up again."""
     tampered: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Run -> what its evaluation found that could have steered it; hostile text."""
     cells: Timeline | None = None
+    read_at: float | None = None
+    """When the store was read, seconds since the epoch."""

@@ -26,7 +26,7 @@ class Head:
     began: float | None
     """First run's start, seconds since the epoch."""
     ended: float | None
-    """The last thing that ended; None while nothing has."""
+    """When the last run, call or step ended; None while nothing has."""
     statuses: dict[str, int]
     """Runs by state, the most frequent first."""
     rewards: str
@@ -115,6 +115,10 @@ class Figures:
 
     name: str
     head: Head
+    read_at: float | None
+    """When the store was read, seconds since the epoch."""
+    rewards: tuple[float, ...]
+    """Of the evaluated runs, evaluations left out, ascending."""
     tasks: tuple[TaskRow, ...]
     """Those with the lowest mean reward first."""
     lengths: tuple[Spread, ...]
@@ -143,6 +147,8 @@ def figures(facts: Facts) -> Figures:
     return Figures(
         name=facts.name,
         head=_head(facts, calls.total(), sampled.total()),
+        read_at=facts.read_at,
+        rewards=tuple(sorted(_rewards(run for run in facts.runs if split_of(run) == TRAIN))),
         tasks=_tasks(facts.runs),
         lengths=_lengths(rows),
         slowest=tuple(sorted(rows, key=lambda row: -row.seconds)[:_SLOWEST]),
@@ -159,7 +165,9 @@ def _head(facts: Facts, calls: int, sampled: int) -> Head:
     rewards = _rewards(facts.runs)
     versions = [call.version for call in facts.calls if call.version >= 0]
     known = [one.dollars for one in facts.spent if one.dollars is not None]
-    ends = [run.ended_at for run in facts.runs if run.ended_at is not None] + [step.at for step in facts.steps]
+    ends = [run.ended_at for run in facts.runs if run.ended_at is not None]
+    ends += [call.ended_at for call in facts.calls if call.ended_at is not None]
+    ends += [step.at for step in facts.steps]
     return Head(
         began=min((run.created_at for run in facts.runs), default=None),
         ended=max(ends, default=None),

@@ -22,10 +22,24 @@ def section(found: Training) -> str:
     charts = "".join(_charts(found.steps, steps, found.evaluations))
     said = f"{counted(len(found.steps), 'step')}, {counted(found.tokens, 'token')} trained"
     said += f"; {counted(found.skipped, 'step')} skipped, with nothing to train" if found.skipped else ""
+    said += f"; taken up again {counted(found.resumed, 'time')}" if found.resumed else ""
     return (
-        f'<h2 id="training">Training</h2><p>{said}.</p><div class="charts">{charts}</div>'
+        f'<h2 id="training">Training</h2><p>{said}.</p>{_mismatch(steps)}<div class="charts">{charts}</div>'
         + _evaluated(found.evaluations)
         + _table(found.steps)
+    )
+
+
+def _mismatch(steps: Sequence[StepRow]) -> str:
+    """Say where the trainer's log-probs are farthest from those that the engine recorded."""
+    known = [row for row in steps if isfinite(row.difference)]
+    if not known:
+        return ""
+    worst = max(known, key=lambda row: row.difference)
+    return (
+        f'<p class="dim">Trainer against engine: the mean difference of log-probs is largest at step {worst.step},'
+        f" {number(worst.difference)} nats (99% of the tokens below {number(worst.difference_p99)}, one at"
+        f" {number(worst.difference_max)}).</p>"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from html import escape
 from math import ceil, floor, isfinite, log10
@@ -71,7 +72,7 @@ def curves(title: str, drawn: Sequence[Curve], *, unit: str = "", zero: bool = F
     steps = [x for curve in known for x, _ in curve.points]
     values = [y for curve in known for _, y in curve.points]
     values += [edge for curve in known for _, low, high in curve.band for edge in (low, high)]
-    area = _area(min(steps), max(steps), min([0.0, *values] if zero else values), max(values))
+    area = _area(min(steps), max(steps), min([0.0, *values] if zero else values), max(values), whole=True)
     shapes = [*_axes(area), *(_band(curve, area) for curve in known if len(curve.band) > 1)]
     for curve in known:
         shapes += _dots(curve, area) if curve.dots else _line(curve, area)
@@ -93,7 +94,7 @@ def stacked(title: str, names: Sequence[str], bars: Sequence[tuple[float, Sequen
     each = ceil(len(known) / _BARS)
     shown = [_mean(known[start : start + each]) for start in range(0, len(known), each)]
     half = max(0.5, (shown[1][0] - shown[0][0]) / 2 if len(shown) > 1 else 0.5)
-    area = _area(shown[0][0] - half, shown[-1][0] + half, 0.0, max(sum(parts) for _, parts in shown))
+    area = _area(shown[0][0] - half, shown[-1][0] + half, 0.0, max(sum(parts) for _, parts in shown), whole=True)
     shapes = list(_axes(area))
     for step, parts in shown:
         told = ", ".join(f"{name} {figure(part)}" for name, part in zip(names, parts, strict=True))
@@ -111,23 +112,32 @@ def stacked(title: str, names: Sequence[str], bars: Sequence[tuple[float, Sequen
     return _figure(title, unit if each == 1 else f"{unit}, means of {each} steps", named, shapes)
 
 
-def histogram(title: str, values: Sequence[float]) -> str:
-    """Return a figure with how many of some values, none of them negative, are how large; their counts are on the y axis."""
+def histogram(title: str, values: Sequence[float], *, centred: bool = False) -> str:
+    """Return a figure with how many of some values are how large; their counts are on the y axis.
+
+    Args:
+        title: above it.
+        values: of which those that are no finite number are left out.
+        centred: have round numbers in the middle of bars, as counts always do; else at their edges.
+    """
     known = [value for value in values if _drawable(value)]
     if not known:
         return ""
-    ticks = _ticks(0.0, max(known), 24)
+    low, high = min(0.0, *known), max(0.0, *known)
+    ticks = _ticks(low, high, 24)
     step = max(ticks[1] - ticks[0], 1.0 if all(value == int(value) for value in known) else 0.0)
-    shift = 0.5 if step == 1 else 0.0  # whole numbers stand in the middle of their bars
-    bins = [0] * (int(max(known) / step + shift + 1e-9) + 1)
-    for value in known:
-        bins[min(len(bins) - 1, int(value / step + shift + 1e-9))] += 1
-    area = _area(-shift, len(bins) * step - shift, 0.0, float(max(bins)))
+    shift = 0.5 if centred or step == 1 else 0.0
+    first = floor(low / step + shift + 1e-9)
+    counts = Counter(floor(value / step + shift + 1e-9) - first for value in known)
+    bins = [counts[number] for number in range(max(counts) + 1)]
+    begin = (first - shift) * step
+    area = _area(begin, begin + len(bins) * step, 0.0, float(max(bins)))
     shapes = list(_axes(area, ""))
     for number, count in enumerate(bins):
         if count:
-            x, right, y = area.x(number * step - shift), area.x((number + 1) * step - shift), area.y(count)
-            told = figure(number * step) + ("" if shift else f" to {figure((number + 1) * step)}") + f": {count}"
+            edge = begin + number * step
+            x, right, y = area.x(edge), area.x(edge + step), area.y(count)
+            told = f"{figure((first + number) * step) if step == 1 else f'{figure(edge)} to {figure(edge + step)}'}: {count}"
             shapes.append(
                 f'<rect class="f1" x="{x:.1f}" y="{y:.1f}" width="{max(1.0, right - x - 1):.1f}"'
                 f' height="{area.y(0) - y:.1f}"><title>{told}</title></rect>'
@@ -165,16 +175,18 @@ def _mean(bars: Sequence[tuple[float, Sequence[float]]]) -> tuple[float, list[fl
     return sum(step for step, _ in bars) / len(bars), [sum(part) / len(bars) for part in parts]
 
 
-def _area(left: float, right: float, low: float, high: float) -> Area:
+def _area(left: float, right: float, low: float, high: float, *, whole: bool = False) -> Area:
+    """Return an area; `whole`: only whole numbers are ticks of its x axis, where there are some."""
     if right - left <= 0:
         left, right = left - 1, right + 1
     if high - low <= 1e-12 * max(abs(high), abs(low), 1e-300):
         margin = abs(high) / 2 or 1.0
         low, high = low - (margin if low else 0.0), high + margin
     ticks = _ticks(low, high, 5)
-    whole = [tick for tick in _ticks(left, right, 8) if left <= tick <= right and tick == int(tick)]
     between = [tick for tick in _ticks(left, right, 8) if left <= tick <= right]
-    return Area(left, right, ticks[0], ticks[-1], whole or between, ticks)
+    if whole:
+        between = [tick for tick in between if tick == int(tick)] or between
+    return Area(left, right, ticks[0], ticks[-1], between, ticks)
 
 
 def _ticks(low: float, high: float, most: int) -> list[float]:

@@ -30,8 +30,8 @@ td.s{white-space:nowrap}
 .n{text-align:right;white-space:nowrap}
 td.t{max-width:56ch}
 code{font:12px ui-monospace,monospace}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(420px,100%),1fr));gap:18px 28px}
-.three{grid-template-columns:repeat(auto-fit,minmax(min(300px,100%),1fr))}
+.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(420px,100%),1fr));gap:18px 28px}
+.three{grid-template-columns:repeat(auto-fill,minmax(min(300px,100%),1fr))}
 figure{margin:0;break-inside:avoid;min-width:0}
 figcaption{font-size:13px}
 .key{margin-left:12px;white-space:nowrap;font-size:12px}

@@ -83,6 +83,8 @@ class Training:
     steps: tuple[StepRow, ...]
     skipped: int
     tokens: int
+    resumed: int
+    """How often it was taken up again."""
     evaluations: tuple[Evaluation, ...]
 
 
@@ -99,6 +101,7 @@ def training(facts: Facts) -> Training:
         steps=rows,
         skipped=sum(row.skipped for row in rows),
         tokens=sum(row.tokens for row in rows),
+        resumed=facts.resumed,
         evaluations=_evaluations(facts) if rows else (),
     )
 
