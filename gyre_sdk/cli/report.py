@@ -71,16 +71,18 @@ def read(journal: Journal, now: float) -> Facts:
         JournalError: the store cannot be read.
         TrainerError: its record of a training contradicts itself.
     """
-    runs = journal.runs()
-    known = {run.run for run in runs}
-    summaries = [call for call in journal.call_summaries() if call.run in known]
-    calls = [
-        CallFact(call.run, call.status, call.sampled_tokens, call.version, call.ended_at, call.fork_reason, call.error)
-        for call in summaries
-    ]
+    # What tells of others is read before them, so that nothing is told of a run that is not there yet.
     ledger: Any = importlib.import_module("gyre_sdk.trainer.ledger")
     entries = journal.entries(ledger.STREAM)
     items = ledger.read(entries)
+    summaries = journal.call_summaries()
+    runs = journal.runs()
+    known = {run.run for run in runs}
+    calls = [
+        CallFact(call.run, call.status, call.sampled_tokens, call.version, call.ended_at, call.fork_reason, call.error)
+        for call in summaries
+        if call.run in known
+    ]
     state = ledger.fold(items)
     times = {id(item): entry.at for item, entry in zip(items, entries, strict=True)}
     said = cells.read(entry.body for entry in journal.entries(cells.STREAM))
