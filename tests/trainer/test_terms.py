@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from test_publish import Served, expected, served
+from test_publish import Served, expected, served, shared
 from tiny_policy import tiny_model
 
 from gyre_sdk.errors import TrainerError
@@ -15,7 +15,7 @@ from gyre_sdk.trainer.publish import Publisher
 from gyre_sdk.trainer.terms import Fenced, Mandate
 from gyre_sdk.trainer.weights import full_weights
 
-__all__ = ["served"]
+__all__ = ["served", "shared"]
 
 
 def steered(served: Served, mandate: Mandate) -> Publisher:
