@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from test_publish import Served, expected, served, shared
+from test_publish import Served, expected, mortal
 from tiny_policy import tiny_model
 
 from gyre_sdk.errors import TrainerError
@@ -15,7 +15,7 @@ from gyre_sdk.trainer.publish import Publisher
 from gyre_sdk.trainer.terms import Fenced, Mandate
 from gyre_sdk.trainer.weights import full_weights
 
-__all__ = ["served", "shared"]
+__all__ = ["mortal"]
 
 
 def steered(served: Served, mandate: Mandate) -> Publisher:
@@ -58,19 +58,19 @@ def test_of_two_that_take_one_number_one_is_fenced(tmp_path: Path) -> None:
     assert fenced == 1
 
 
-def test_an_engine_of_gyre_refuses_who_has_a_successor(served: Served, tmp_path: Path) -> None:
+def test_an_engine_of_gyre_refuses_who_has_a_successor(mortal: Served, tmp_path: Path) -> None:
     """Also one that does not see the folder of its successor, as over a network."""
     for name in ("here", "elsewhere"):
         (tmp_path / name).mkdir()
-    old = steered(served, Mandate.take(tmp_path / "elsewhere", "one"))
+    old = steered(mortal, Mandate.take(tmp_path / "elsewhere", "one"))
     other = tiny_model(1)
     assert old.publish(full_weights(other), step=1) == 1
     Mandate.take(tmp_path / "here", "one")
-    new = steered(served, Mandate.take(tmp_path / "here", "one"))
-    _sends_nothing(served, tmp_path)
-    with new.replica(served.url) as replica:
+    new = steered(mortal, Mandate.take(tmp_path / "here", "one"))
+    _sends_nothing(mortal, tmp_path)
+    with new.replica(mortal.url) as replica:
         assert replica.version() == "1"  # what it asks first tells the engine of its term
-    with old.replica(served.url) as replica:
+    with old.replica(mortal.url) as replica:
         for change in (
             lambda: replica.post("/pause?mode=abort", {}),
             lambda: replica.start(),
@@ -81,11 +81,11 @@ def test_an_engine_of_gyre_refuses_who_has_a_successor(served: Served, tmp_path:
                 change()
     with pytest.raises(TrainerError):
         old.publish(full_weights(tiny_model(2)), step=2)
-    with new.replica(served.url) as replica:
+    with new.replica(mortal.url) as replica:
         assert not replica.is_paused() and replica.version() == "1"
-    assert served.greedy() == (expected(other), "1")
-    assert httpx.post(f"{served.url}/pause?mode=keep", json={}).status_code == 200, "people have no term"
-    assert httpx.post(f"{served.url}/resume", json={}).status_code == 200
+    assert mortal.greedy() == (expected(other), "1")
+    assert httpx.post(f"{mortal.url}/pause?mode=keep", json={}).status_code == 200, "people have no term"
+    assert httpx.post(f"{mortal.url}/resume", json={}).status_code == 200
     assert new.publish(full_weights(tiny_model(2)), step=2) == 3
 
 
