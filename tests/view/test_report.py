@@ -357,3 +357,18 @@ def test_what_hosted_models_cost():
     assert "$0.000013" in document(little)
     unknown = figures(Facts("s", [run("r")], [call("r", 0, -1)], spent=spent[2:]))
     assert "$" not in document(unknown) and "unknown" in document(unknown)
+
+
+def test_labels_of_dots_beside_each_other_do_not_overlap() -> None:
+    """Three evaluations of about one reward at the same step; each label stays on the picture."""
+    dots = Curve(
+        "evaluations", [(40.0, 0.985), (40.0, 0.98), (40.0, 0.9)], 2, dots=True, labels=["first", "second", "third"]
+    )
+    page = curves("Reward", [dots, Curve("mean", [(0.0, 0.0), (40.0, 1.0)], 1)])
+    heights = {
+        name: float(height)
+        for height, name in re.findall(r'<text class="label" x="[\d.]+" y="([\d.]+)"[^>]*>(\w+)', page)
+    }
+    assert sorted(heights, key=lambda name: heights[name]) == ["first", "second", "third"]
+    first, second, third = (heights[name] for name in ("first", "second", "third"))
+    assert 15 <= first <= second - 12 and second <= third - 12

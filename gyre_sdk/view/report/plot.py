@@ -12,6 +12,10 @@ from gyre_sdk.view.escape import visible
 
 _WIDTH, _HEIGHT = 560.0, 210.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 10.0, 10.0, 30.0
+_LABELLED = 6
+"""Dots of a curve that have their labels beside them, at most."""
+_LABEL_WIDTH, _LABEL_HEIGHT = 160.0, 13.0
+"""Pixels that a label takes about."""
 _POINTS = 400
 """Points of a curve that a screen can show: of more, those that stand out stay."""
 _HOVERED = 120
@@ -237,6 +241,7 @@ def _line(curve: Curve, area: Area) -> Iterator[str]:
 
 
 def _dots(curve: Curve, area: Area) -> Iterator[str]:
+    beside_dots = _labels_at([(area.x(step), area.y(value)) for step, value in curve.points[:_LABELLED]])
     for place, (step, value) in enumerate(curve.points[:_POINTS]):
         label = visible(curve.labels[place], 24) if place < len(curve.labels) else curve.name
         x, y = area.x(step), area.y(value)
@@ -244,9 +249,23 @@ def _dots(curve: Curve, area: Area) -> Iterator[str]:
         anchor, beside = ("end", -7.0) if near_end else ("start", 7.0)
         told = escape(f"{label}: {figure(value)}, step {figure(step)}")
         yield f'<circle class="f{curve.colour}" cx="{x:.1f}" cy="{y:.1f}" r="4.5"><title>{told}</title></circle>'
-        if len(curve.points) <= 6:
-            above = y - 6 if y > _TOP + 14 else y + 14
-            yield f'<text class="label" x="{x + beside:.1f}" y="{above:.1f}" text-anchor="{anchor}">{escape(label)} {figure(value)}</text>'
+        if len(curve.points) <= _LABELLED:
+            yield f'<text class="label" x="{x + beside:.1f}" y="{beside_dots[place]:.1f}" text-anchor="{anchor}">{escape(label)} {figure(value)}</text>'
+
+
+def _labels_at(dots: Sequence[Point]) -> list[float]:
+    """Return the heights of dots' labels: each above its dot, lower where another would be in its way; pixels, downwards."""
+    found = [0.0] * len(dots)
+    placed: list[Point] = []
+    for number in sorted(range(len(dots)), key=lambda one: dots[one][1]):
+        x, y = dots[number]
+        height = max(y - 6, _TOP + 10)
+        for other, above in placed:
+            if abs(other - x) < _LABEL_WIDTH and height < above + _LABEL_HEIGHT:
+                height = above + _LABEL_HEIGHT
+        placed.append((x, height))
+        found[number] = height
+    return found
 
 
 def _thin(points: Sequence[Point]) -> list[int]:
