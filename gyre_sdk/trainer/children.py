@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import urllib.request
 from collections.abc import Callable
 from functools import partial
-from http.client import HTTPException
 from pathlib import Path
 
 import httpx
@@ -21,14 +19,12 @@ from gyre_sdk.trainer.cells.settings import CellsConfig
 from gyre_sdk.trainer.config import TrainerConfig
 from gyre_sdk.trainer.engines import kv, vllm
 from gyre_sdk.trainer.lingering import Linger
-from gyre_sdk.trainer.processes import ChildSpec
+from gyre_sdk.trainer.processes import ChildSpec, answers_within
 from gyre_sdk.trainer.publish import Publisher
 from gyre_sdk.trainer.transports import Replica, Unready
 from gyre_sdk.trainer.weights import PolicyFiles
 
 Called = Callable[[str], None]
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Asks no proxy of the environment."""
 
 
 def cell_name(number: int) -> str:
@@ -250,17 +246,6 @@ def _tells_its_version(url: str) -> bool:
             replica.version()
     except (httpx.HTTPError, Unready, PublishError):
         return False
-    return True
-
-
-def answers_within(url: str, seconds: float = 2.0) -> bool:
-    """Tell whether something answers, whatever it says; one that refuses connections is dead or starts, and not silent."""
-    try:
-        _DIRECT.open(f"{url}/health", timeout=seconds).close()
-    except OSError as error:
-        return not isinstance(getattr(error, "reason", error), TimeoutError)
-    except HTTPException:
-        return True
     return True
 
 

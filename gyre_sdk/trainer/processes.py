@@ -23,6 +23,7 @@ import urllib.request
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 
 from gyre_sdk.errors import TrainerError
@@ -358,3 +359,14 @@ def _tail(path: Path, lines: int = 12) -> str:
         return "\n".join(path.read_text("utf-8", "replace").splitlines()[-lines:])
     except OSError:
         return ""
+
+
+def answers_within(url: str, seconds: float = 2.0) -> bool:
+    """Tell whether something answers, whatever it says; one that refuses connections is dead or starts, and not silent."""
+    try:
+        _DIRECT.open(f"{url}/health", timeout=seconds).close()
+    except OSError as error:
+        return not isinstance(getattr(error, "reason", error), TimeoutError)
+    except HTTPException:
+        return True
+    return True

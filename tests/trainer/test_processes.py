@@ -18,8 +18,7 @@ import pytest
 from gyre_sdk.errors import TrainerError
 from gyre_sdk.events import ProcessRestarted
 from gyre_sdk.trainer import processes
-from gyre_sdk.trainer.children import answers_within
-from gyre_sdk.trainer.processes import Child, ChildSpec
+from gyre_sdk.trainer.processes import Child, ChildSpec, answers_within
 
 SERVER = """
 import http.server, subprocess, sys, threading

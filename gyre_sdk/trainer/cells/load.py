@@ -55,9 +55,8 @@ class LoadMeter:
 
     def _look(self, now: float) -> Load:
         rates = self._rates
-        calls = self._journal.call_summaries(
-            self._read
-        )  # before the runs: each call's run is among them while it lives
+        # before the runs: each call's run is among them while it lives
+        calls = self._journal.call_summaries(self._read)
         live = self._live()
         self._take(calls, live)
         if rates.calls is not None and now - rates.looked <= _OLD_S:
