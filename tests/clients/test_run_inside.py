@@ -118,7 +118,7 @@ def test_without_a_service_it_starts_one(weights: Path, base_image: str, tmp_pat
     shown = out.splitlines()
     for run in runs:
         assert f"[{run.member}] {run.run}" in shown
-        assert any(text.startswith(f"run {run.run} completed, reward 1, exit code 0, 1 calls") for text in shown), out
+        assert any(text.startswith(f"run {run.run} completed, reward 1, exit code 0, 1 call,") for text in shown), out
     assert len([text for text in shown if '"object":"chat.completion"' in text]) == 2
     assert shown[-1] == f"group {runs[0].group}: 2 of 2 scored now, mean reward 1"
     assert {run.status for run in runs} == {RunStatus.COMPLETED}
