@@ -15,9 +15,11 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from pathlib import Path
+from shlex import quote as quoted
 from typing import Literal
 from urllib.parse import quote
 
@@ -88,33 +90,74 @@ def context_start(shared: int) -> int:
 def connect(path: Path, mode: Literal["r", "rw"]) -> sqlite3.Connection:
     """Open a store, creating it in mode `rw`.
 
+    A store that nobody has open, in a folder that this process cannot write to, is read as it lies there: what another
+    process writes to it afterwards is not seen.
+
     Raises:
-        JournalError: the file is missing (mode `r`), cannot be made (mode `rw`), is not a gyre store, or has another
-            format.
+        JournalError: the file is missing (mode `r`), cannot be made or written (mode `rw`), is not a gyre store, has another
+            format, or needs its log, which can only be read beside it in a folder that can be written to.
     """
     if mode == "r" and not path.is_file():
         raise JournalError(f"store {path} does not exist; give the path that `gyre serve --store` or the demo printed")
     if mode == "rw":
         _make_folder(path.parent)
-    connection: sqlite3.Connection | None = None
     try:
-        connection = sqlite3.connect(
-            f"file:{quote(str(path))}?mode={'ro' if mode == 'r' else 'rwc'}",
-            uri=True,
-            timeout=_PATIENCE,
-            isolation_level=None,
-            check_same_thread=False,
-        )
-        if mode == "rw":
+        return _opened(path, "rwc" if mode == "rw" else "ro")
+    except sqlite3.Error as error:
+        said = error
+        if mode == "r" and not _can_write(path.parent):
+            try:
+                return _opened(path, "ro&immutable=1", without_log=True)
+            except sqlite3.Error as again:
+                said = again
+        step = "is it a gyre store on a local disk?"
+        if mode == "rw" and path.exists() and not (_can_write(path) and _can_write(path.parent)):
+            step = "it is written to, so its folder and its file must be writable"
+        raise JournalError(f"store {path} cannot be opened: {said}; {step}") from said
+
+
+def _opened(path: Path, mode: str, *, without_log: bool = False) -> sqlite3.Connection:
+    """Return a connection in a mode of SQLite's, to a gyre store of this format.
+
+    Args:
+        without_log: read the file alone, which is refused where its log holds something.
+    """
+    if without_log:
+        _require_no_log(path)
+    connection = sqlite3.connect(
+        f"file:{quote(str(path))}?mode={mode}",
+        uri=True,
+        timeout=_PATIENCE,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+    try:
+        if mode == "rwc":
             _use_log(connection)
             connection.execute("PRAGMA synchronous=FULL")
             _create_tables(connection)
         _check_format(connection, path)
-    except sqlite3.Error as error:
-        if connection is not None:
-            connection.close()
-        raise JournalError(f"store {path} cannot be opened: {error}; is it a gyre store on a local disk?") from error
+    except BaseException:
+        connection.close()
+        raise
     return connection
+
+
+def _require_no_log(path: Path) -> None:
+    log = path.with_name(f"{path.name}-wal")
+    try:
+        size = log.stat().st_size
+    except FileNotFoundError:
+        return
+    if size:
+        raise JournalError(
+            f"store {path} cannot be opened: {log.name} holds {size} bytes that are not in it yet, and its folder cannot be"
+            f" written to; copy both files to a folder that can be, and open the copy: cp {quoted(str(path))}* FOLDER"
+        )
+
+
+def _can_write(path: Path) -> bool:
+    return os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
 def _make_folder(folder: Path) -> None:
@@ -158,14 +201,11 @@ def _create_tables(connection: sqlite3.Connection) -> None:
 def _check_format(connection: sqlite3.Connection, path: Path) -> None:
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     if application == 0 and connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] == 0:
-        connection.close()
         raise JournalError(f"store {path} is empty: nothing has been recorded yet; try again in a moment")
     if application != APPLICATION_ID:
-        connection.close()
         raise JournalError(f"{path} is an SQLite file but not a gyre store (application_id {application:#x})")
     found = connection.execute("PRAGMA user_version").fetchone()[0]
     if found != FORMAT:
-        connection.close()
         raise JournalError(
             f"store {path} has format {found}, this gyre reads format {FORMAT}; use the gyre that wrote it, or record into a new one"
         )

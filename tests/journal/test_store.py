@@ -257,6 +257,43 @@ def test_foreign_and_missing_files_are_refused(tmp_path: Path) -> None:
         Journal(tmp_path / "text.db")
 
 
+def test_a_store_is_read_where_nothing_can_be_written(tmp_path: Path) -> None:
+    """SQLite makes a log and its index beside a store even for reading; on a read-only disk it cannot."""
+    folder = tmp_path / "a b"
+    with Journal(folder) as journal:
+        open_run(journal)
+        closed = (folder / "gyre.db").read_bytes()
+        record(journal, intent("c1", [1, 2, 3]), [4, 5])
+        log = (folder / "gyre.db-wal").read_bytes()
+    read = "from gyre_sdk.journal import Journal; print([call.sampled_ids for call in Journal(r'{}', 'r').calls()])"
+    write = "from gyre_sdk.journal import Journal; Journal(r'{}')"
+    folder.chmod(0o555)
+    try:
+        assert without_rights(read.format(folder)) == "[[4, 5]]"
+        assert "its folder and its file must be writable" in without_rights(write.format(folder))
+        folder.chmod(0o755)
+        (folder / "gyre.db-wal").touch()
+        folder.chmod(0o555)
+        assert without_rights(read.format(folder)) == "[[4, 5]]"
+        folder.chmod(0o755)
+        (folder / "gyre.db").write_bytes(closed)
+        (folder / "gyre.db-wal").write_bytes(log)
+        folder.chmod(0o555)
+        said = without_rights(read.format(folder))
+        assert f"gyre.db-wal holds {len(log)} bytes" in said and f"cp '{folder}/gyre.db'* FOLDER" in said
+    finally:
+        folder.chmod(0o755)
+
+
+def without_rights(program: str) -> str:
+    """Run Python as this user without its right to pass over permissions, where it has it; return the last line it said."""
+    bounded = [] if os.geteuid() else ["setpriv", "--inh-caps=-all", "--bounding-set=-all"]
+    done = subprocess.run(
+        [*bounded, sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    return (done.stdout + done.stderr).strip().rpartition("\n")[2]
+
+
 def test_what_resolved_survives_kill_9(tmp_path: Path) -> None:
     """A writer killed without warning leaves every call whose future had resolved, and a store that opens."""
     program = textwrap.dedent(
