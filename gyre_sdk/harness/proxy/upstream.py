@@ -44,8 +44,10 @@ class Probe(StrEnum):
     """It answers, but queues requests until it is resumed."""
     SILENT = "silent"
     """Nothing came in time."""
-    DEAD = "dead"
-    """It refused the connection, or said that it is not well."""
+    REFUSED = "refused"
+    """It cannot be connected to, or broke the connection."""
+    UNWELL = "unwell"
+    """It answers that it is not well."""
 
 
 class Upstream:
@@ -172,7 +174,7 @@ class Upstream:
             async with asyncio.timeout(timeout):
                 async with self._open_session.get(f"{url}/health") as response:
                     if response.status != 200:
-                        return Probe.DEAD
+                        return Probe.UNWELL
                 async with self._open_session.get(f"{url}/is_paused") as response:
                     if response.status != 200:
                         return Probe.LIVE
@@ -183,7 +185,7 @@ class Upstream:
         except TimeoutError:
             return Probe.SILENT
         except (aiohttp.ClientError, OSError):
-            return Probe.DEAD
+            return Probe.REFUSED
 
     @property
     def _open_session(self) -> aiohttp.ClientSession:

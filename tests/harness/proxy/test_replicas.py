@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -202,6 +203,28 @@ def test_without_a_replica_calls_wait_then_may_be_retried(model: Path, tmp_path:
             assert 0 < int(said.headers["Retry-After"]) <= 60
         [call] = proxy.calls()
         assert (call.status, call.sampled_ids) == ("failed", [])
+
+
+def test_a_replica_that_refuses_connections_is_told_of_and_waited_for(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before any call goes there: in `/healthz`, in the log, in the error of a call that waited in vain."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    waiting = {"status": "waiting", "replicas_serving": 0, "replicas": {"gone": 1}}
+    with running(model, tmp_path / "store.db", url, template=toy_template(), patience=0.3) as proxy:
+        until(lambda: proxy.http.get("/healthz").json() == waiting, "it is noticed")
+        assert not proxy.calls() and f"replica {url} refuses connections" in caplog.text
+        said = proxy.chat(proxy.run(), BODY).json()["error"]
+        assert (said["code"], said["message"].partition(": ")[2]) == ("no_replica", f"{url} refuses connections")
+        with ScriptedEngine(complete) as engine:
+            engine.healthy = False
+            proxy.control.put("/replicas", json={"replicas": [{"url": engine.url}]})
+            until(lambda: proxy.http.get("/healthz").json() == waiting, "the new one is asked at once")
+            assert f"replica {engine.url} answers that it is not well" in caplog.text
+            engine.healthy = True
+            until(lambda: state(proxy, engine) == "serving", "it serves once it is well")
+            assert proxy.chat(proxy.run(), BODY).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

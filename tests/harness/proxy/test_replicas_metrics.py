@@ -81,7 +81,7 @@ STATES = ("serving", "draining", "paused", "gone")
 
 def test_health_says_whether_replicas_serve(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path / "s.db", template=toy_template()) as proxy:
-        assert proxy.http.get("/healthz").json() == {"status": "ok", "replicas_serving": 0}
+        assert proxy.http.get("/healthz").json() == {"status": "ok", "replicas_serving": 0, "replicas": {}}
 
 
 def test_labels_are_escaped_and_buckets_add_up() -> None:
@@ -125,5 +125,6 @@ async def test_the_guard_guards_metrics_and_not_health() -> None:
     await site.start()
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{runner.addresses[0][1]}") as client:
         assert (await client.get("/metrics")).status_code == 401
-        assert (await client.get("/healthz")).json() == {"status": "ok", "replicas_serving": 1}
+        health = (await client.get("/healthz")).json()
+        assert health == {"status": "ok", "replicas_serving": 1, "replicas": {"serving": 1}}
     await runner.cleanup()

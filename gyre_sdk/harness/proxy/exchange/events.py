@@ -55,6 +55,8 @@ class Unserved(msgspec.Struct, frozen=True):
     """No replica was there for `waited` seconds."""
 
     waited: float
+    why: str = "none is announced"
+    """What keeps each from serving."""
 
 
 class Stored(msgspec.Struct, frozen=True):

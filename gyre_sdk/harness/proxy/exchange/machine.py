@@ -249,7 +249,7 @@ class Exchange:
     def _on_unserved(self, event: Unserved) -> list[Command]:
         if self._ending is not None or self._open:
             raise IllegalTransition(f"call {self.call}: no replica was asked for")
-        problem = f"no replica was serving for {event.waited:.0f} s"
+        problem = f"no replica was serving for {event.waited:.0f} s: {event.why}"
         return [self._fail(_F, Fail(503, "no_replica", problem, retryable=True))]
 
     # -- the store ---------------------------------------------------------------------------------------------------

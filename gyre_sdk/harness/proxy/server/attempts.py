@@ -76,7 +76,7 @@ class Attempts:
         request_id = f"{exchange.call}-{exchange.attempts}-{fresh_name()[-8:]}"
         self._running = await self._fleet.find(need, request_id, self._patience)
         if self._running is None:
-            return Unserved(self._patience)
+            return Unserved(self._patience, self._fleet.trouble())
         return Routed(self._running.url, self._running.load.version, request_id)
 
     async def send(

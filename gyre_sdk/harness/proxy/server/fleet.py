@@ -1,6 +1,6 @@
 """The replicas at run time: the routing table, who runs where, health checks, drains, and those who wait for a replica.
 
-A replica that refuses connections is out at once. One that is silent while attempts run there is asked for its health
+A replica that refuses connections is out at once: each is asked when it is announced. One that is silent while attempts run there is asked for its health
 every 0.2 s; after two checks without an answer it is gone: its attempts are broken off and go on elsewhere, in less
 than a second from its last byte.
 """
@@ -8,6 +8,7 @@ than a second from its last byte.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from gyre_sdk.harness.proxy.routing import Health, Load, Need, Replica, ReplicaS
 from gyre_sdk.harness.proxy.upstream import Probe, Upstream
 from gyre_sdk.harness.proxy.wire import without_password
 
+log = logging.getLogger(__name__)
 _PERIOD = 0.2
 """Seconds between checks of replicas that are silent with attempts in flight, paused or gone."""
 _IDLE_EVERY = 10
@@ -27,6 +29,11 @@ _LONE_PATIENCE = 30.0
 """Seconds that a replica may be silent while no other one serves: moving its attempts would gain nothing."""
 _ABORT_GRACE = 2.0
 """Seconds that an engine has to end attempts that it was asked to abort."""
+_AILMENTS = {
+    Probe.REFUSED: "refuses connections",
+    Probe.UNWELL: "answers that it is not well",
+    Probe.SILENT: "does not answer its health check",
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +86,8 @@ class Fleet:
         self._heard: dict[str, float] = {}
         self._silent: dict[str, float] = {}
         """When a replica that does not answer was first asked in vain."""
+        self._ails: dict[str, str] = {}
+        """What a replica that is gone does, in words."""
         self._probes: dict[str, asyncio.Task[None]] = {}
 
     # -- the table ---------------------------------------------------------------------------------------------------
@@ -86,12 +95,12 @@ class Fleet:
     def set(self, specs: Iterable[ReplicaSpec]) -> None:
         """Replace the table."""
         self.routes.set(specs)
-        self._wake()
+        self._look()
 
     def put(self, spec: ReplicaSpec) -> None:
         """Add a replica, or tell its new version."""
         self.routes.put(spec)
-        self._wake()
+        self._look(spec.url)
 
     async def drain(self, url: str, seconds: float) -> Drained | None:
         """Take a replica out of service; return when nothing of ours runs there. None for an unknown one.
@@ -107,6 +116,14 @@ class Fleet:
         """Take a replica out of the table; what runs there goes on elsewhere. None for an unknown one."""
         replica = self.routes.remove(url)
         return await self._empty(replica, 0.0) if replica is not None else None
+
+    def trouble(self) -> str:
+        """Return what keeps each replica from serving, in words."""
+        ails = [
+            f"{without_password(item.url)} {self._ails.get(item.url) or f'is {item.state}'}"
+            for item in self.routes.replicas
+        ]
+        return "; ".join(ails) or "none is announced"
 
     # -- attempts ----------------------------------------------------------------------------------------------------
 
@@ -159,8 +176,6 @@ class Fleet:
         beat = 0
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(_PERIOD)
-            beat += 1
             watched = self.routes.watched
             if beat % _IDLE_EVERY == 0:
                 self._keep({replica.url for replica in watched})
@@ -168,6 +183,8 @@ class Fleet:
                 silent = replica.calls > 0 and loop.time() - self._heard.get(replica.url, 0.0) >= _PERIOD
                 if silent or beat % _IDLE_EVERY == 0 or replica.health is not Health.LIVE:
                     self._check(replica.url, patient=not replica.calls)
+            await asyncio.sleep(_PERIOD)
+            beat += 1
 
     async def close(self) -> None:
         """Stop the checks that run."""
@@ -182,14 +199,17 @@ class Fleet:
             probe.add_done_callback(lambda _: self._probes.pop(url, None))
 
     async def _probe(self, url: str, patient: bool) -> None:
+        before = self._ails.get(url)
         health = await self.health(url, 2.0 if patient else _TIMEOUT)
         if health is None or (health is Health.GONE and self._is_waited_for(url)):
             return
         changed = self.routes.mark(url, health)
         if health is Health.GONE:
+            if changed or before != self._ails[url]:
+                self._tell(url)
             for running in list(self._running):
                 if running.url == url:
-                    running.break_off(f"replica {without_password(url)} does not answer its health check")
+                    running.break_off(f"replica {without_password(url)} {self._ails[url]}")
         elif changed:
             self._wake()
 
@@ -211,15 +231,14 @@ class Fleet:
         misses = 0
         while True:
             asked = loop.time()
-            match await self.upstream.probe(url, timeout):
-                case Probe.LIVE:
+            match found := await self.upstream.probe(url, timeout):
+                case Probe.LIVE | Probe.PAUSED:
                     self._silent.pop(url, None)
-                    return Health.LIVE
-                case Probe.PAUSED:
+                    self._ails.pop(url, None)
+                    return Health.LIVE if found is Probe.LIVE else Health.PAUSED
+                case Probe.REFUSED | Probe.UNWELL:
                     self._silent.pop(url, None)
-                    return Health.PAUSED
-                case Probe.DEAD:
-                    self._silent.pop(url, None)
+                    self._ails[url] = _AILMENTS[found]
                     return Health.GONE
                 case Probe.SILENT:
                     if self._heard.get(url, 0.0) >= asked:
@@ -229,14 +248,28 @@ class Fleet:
                     self._silent.setdefault(url, asked)
                     misses += 1
                     if misses >= _MISSES or timeout > _TIMEOUT:
+                        self._ails[url] = _AILMENTS[found]
                         return Health.GONE
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _look(self, url: str | None = None) -> None:
+        """Check replicas that were just announced, or all, and tell those who wait for one."""
+        for replica in self.routes.replicas:
+            if url is None or replica is self.routes.get(url):
+                self._check(replica.url, patient=True)
+        self._wake()
+
+    def _tell(self, url: str) -> None:
+        replica = self.routes.get(url)
+        if replica is not None and not replica.draining:
+            log.warning("replica %s %s; calls go elsewhere, or wait", without_password(url), self._ails[url])
 
     def _keep(self, urls: Collection[str]) -> None:
         """Forget replicas that are there no more: every one that is started anew has an address of its own."""
         self._heard = {url: at for url, at in self._heard.items() if url in urls}
         self._silent = {url: at for url, at in self._silent.items() if url in urls}
+        self._ails = {url: ailment for url, ailment in self._ails.items() if url in urls}
         self.upstream.keep(urls)
 
     async def _empty(self, replica: Replica, seconds: float) -> Drained:

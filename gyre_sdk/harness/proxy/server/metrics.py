@@ -136,9 +136,11 @@ class MetricsPage:
         return web.Response(body=("\n".join(lines) + "\n").encode(), headers={"Content-Type": CONTENT_TYPE})
 
     async def healthz(self, request: web.Request) -> web.Response:
-        """Tell that the process serves, and how many replicas do."""
-        serving = sum(replica.state is ReplicaState.SERVING for replica in self._routes.replicas)
-        return web.json_response({"status": "ok", "replicas_serving": serving})
+        """Tell that the process serves, and how its replicas are; where none of them serves, calls wait."""
+        states = Tally(replica.state.value for replica in self._routes.replicas)
+        serving = states[ReplicaState.SERVING.value]
+        status = "waiting" if states and not serving else "ok"
+        return web.json_response({"status": status, "replicas_serving": serving, "replicas": states})
 
     def _now(self) -> Iterator[str]:
         replicas = self._routes.replicas

@@ -37,6 +37,10 @@ _REPLICA = open_object(
 _REPLICAS = open_object({"replicas": list_of(_REPLICA)}, ("replicas",))
 _MODEL = open_object({"id": _TEXT}, ("id",))
 _OK = open_object({"status": {"const": "ok"}}, ("status",))
+_HEALTH = open_object(
+    {"status": {"enum": ["ok", "waiting", "degraded"]}, "replicas_serving": _COUNT, "replicas": {"type": "object"}},
+    ("status", "replicas_serving", "replicas"),
+)
 _SAID = open_object({"id": _TEXT}, ("id",))
 _COUNTED = open_object({"input_tokens": _COUNT}, ("input_tokens",))
 _SHOWN = {"allOf": [ref("RunRecord"), open_object({"lanes": list_of(ref("LaneRecord")), "open": {"type": "boolean"}})]}
@@ -104,7 +108,7 @@ _OPERATIONS = (
     ),
     _Operation("head", "/", "Whether anything listens here", None),
     _Operation("get", "/health", "That the process serves", _OK),
-    _Operation("get", "/healthz", "That the process serves, and how many replicas do", _OK),
+    _Operation("get", "/healthz", "That the process serves, and how many replicas do", _HEALTH),
     _Operation("get", "/metrics", "Counts for Prometheus; open on loopback only, else with the service key", _TEXT,
                form="text/plain"),
     _Operation("get", "/openapi.json", "This document", open_object({"openapi": _TEXT}, ("openapi",))),

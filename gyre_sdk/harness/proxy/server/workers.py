@@ -243,7 +243,7 @@ class Workers:
         good = [item for item in asked if not isinstance(item, BaseException) and item[0] == 200]
         first: dict[str, Any] = msgspec.json.decode(good[0][1]) if good else {}
         whole = len(good) == self._count
-        body = {**first, "status": "ok" if whole else "degraded", "workers": len(good)}
+        body = {**first, **({} if whole else {"status": "degraded"}), "workers": len(good)}
         return web.json_response(body, status=200 if whole else 503)
 
     async def _ask(
