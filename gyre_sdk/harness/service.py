@@ -108,6 +108,8 @@ class Drained(msgspec.Struct, frozen=True):
 
 _FIELDS = {"seconds": "wall_s", "cost": "cost_usd"}
 """Of `Limits`, where the service has other names."""
+_CUT = 15.0
+"""Seconds that the service may take to cut what runs on a replica; it needs half of that where an engine is deaf."""
 
 
 class ServiceClient:
@@ -292,10 +294,13 @@ class ServiceClient:
     def drain(self, url: str, *, seconds: float) -> Drained:
         """Send a replica nothing new until it is announced again; what runs there is moved after `seconds`.
 
-        Return when nothing of ours runs there; at once for one that is in no table.
+        Return when nothing of ours runs there; at once for one that is in no table. A service that is away, or dies
+        meanwhile, is waited for no longer than `seconds`: what it had in flight ended with it.
         """
         content = msgspec.json.encode({"url": url, "seconds": seconds})
-        response = self._patiently("POST", "/replicas/drain", content, timeout=seconds + 30.0)
+        response = self._patiently(
+            "POST", "/replicas/drain", content, timeout=seconds + _CUT, patience=min(seconds, self._patience)
+        )
         if response.status_code == 404 and "no_such_replica" in response.text:
             return Drained()
         return msgspec.json.decode(self._accepted(response, "POST", "/replicas/drain"), type=Drained)
@@ -311,13 +316,15 @@ class ServiceClient:
             )
         return response.content
 
-    def _patiently(self, method: str, path: str, content: bytes | None, timeout: float | None) -> httpx.Response:
+    def _patiently(
+        self, method: str, path: str, content: bytes | None, timeout: float | None, patience: float | None = None
+    ) -> httpx.Response:
         """Send, and wait out a restart of the service: a request that never arrived is sent again for a while.
 
         A request that may have arrived is sent again too unless it opens something: closing and ending are
         idempotent, opening is not.
         """
-        give_up = time.monotonic() + self._patience
+        give_up = time.monotonic() + (self._patience if patience is None else patience)
         while True:
             try:
                 return self._http.request(

@@ -16,7 +16,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -26,8 +25,9 @@ from gyre_sdk.events import VersionPublished
 from gyre_sdk.harness.ports import Observer
 from gyre_sdk.harness.service import Drained, ServiceClient
 from gyre_sdk.trainer import ledger as durable
+from gyre_sdk.trainer.routes import Routes
 from gyre_sdk.trainer.transports import Replica, Transport, Unready
-from gyre_sdk.trainer.transports.bringing import PAUSE, Behind, bring_patiently, still_serves
+from gyre_sdk.trainer.transports.bringing import PAUSE, at_once, bring_patiently, still_serves
 from gyre_sdk.trainer.weights import AdapterWeights, PolicyFiles, WeightFolder
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Publisher:
         self._check = check
         self._patience = patience
         self._mandate = mandate
-        self._service: ServiceClient | None = None
+        self._routes = Routes()
         self._locks: dict[str, threading.Lock] = {}
         """One per replica: it is brought by one thread at a time."""
         self._serving: dict[str, PolicyFiles] = {}
@@ -80,7 +80,7 @@ class Publisher:
         self._withdrawn: set[str] = set()
         """Replicas that take neither calls nor publications."""
         self._table = threading.Lock()
-        """Guards `current` and the tables of who serves, who is withdrawn and who is being caught up."""
+        """Guards `current` and the tables of who serves, who is withdrawn and who is being caught up; held for no I/O."""
         self._catching_up: set[str] = set()
         self._kept: list[int] = []
         self._closed = threading.Event()
@@ -95,7 +95,7 @@ class Publisher:
         """
         self._locks = {url.rstrip("/"): threading.Lock() for url in replicas}
         self._withdrawn.clear()
-        self._service = service
+        self._routes = Routes(service)
         self._borrowed = watch
         if watch:
             threading.Thread(target=self._watch, name="watch replicas", daemon=True).start()
@@ -186,25 +186,18 @@ class Publisher:
         Raises:
             PublishError: the proxy cannot be told.
         """
-        if self._service is None:
-            return
-        with self._table:
-            rows = [
-                {"url": url, "version": files.version, "model": self._transport.request_name(files)}
-                for url, files in self._serving.items()
-            ]
-            try:
-                self._service.set_replicas(rows)
-            except ServiceError as error:
-                raise PublishError(
-                    f"version {self.current.version} is served, but the proxy was not told: {error}"
-                ) from error
+        try:
+            self._routes.tell(self._rows)
+        except ServiceError as error:
+            raise PublishError(
+                f"version {self.current.version} is served, but the proxy was not told: {error}"
+            ) from error
 
     # -- replicas that do something else for a while -----------------------------------------------------------------
 
     def can_route(self) -> bool:
         """Tell whether the proxy answers now; asked once, for a second."""
-        return self._service is None or self._service.answers()
+        return self._routes.answer()
 
     def withdraw(self, url: str, seconds: float) -> Drained:
         """Take a replica out of routing and of publication; return when nothing of ours runs there any more.
@@ -221,7 +214,7 @@ class Publisher:
             self._withdrawn.add(url)
             self._serving.pop(url, None)
         try:
-            drained = self._service.drain(url, seconds=seconds) if self._service is not None else Drained()
+            drained = self._routes.drain(url, seconds)
         except ServiceError as error:
             raise PublishError(f"replica {url} was withdrawn, but the proxy was not told: {error}") from error
         with self._lock(url):  # a publication that was on its way there has ended
@@ -288,13 +281,16 @@ class Publisher:
 
     def lost(self, url: str) -> None:
         """Note that a replica died: calls may not go there before it was brought to `current` again."""
+        url = url.rstrip("/")
         with self._table:
-            if self._serving.pop(url.rstrip("/"), None) is None or self._service is None:
+            if self._serving.pop(url, None) is None:
                 return
-            try:
-                self._service.drain(url.rstrip("/"), seconds=0.0)
-            except ServiceError as error:  # a proxy that is away takes the table when it is back
-                _log.warning("the proxy was not told that replica %s died: %s", url, error)
+        try:
+            self._routes.drain(url, 0.0)
+        except ServiceError as error:
+            _log.warning("the proxy was not told that replica %s died: %s", url, error)
+        if url in self._serving:
+            self._tell(url)  # it was brought meanwhile, and may have been announced before it was drained
 
     def returned(self, url: str, *, known: bool = True) -> None:
         """Bring a replica that was started again, in a thread of its own, and route calls to it; not `known`: a new one."""
@@ -310,24 +306,38 @@ class Publisher:
 
     def _catch_up(self, url: str) -> None:
         try:
-            while not self._closed.is_set() and url not in self._withdrawn:
+            while not self._closed.is_set() and not self._caught_up(url):
                 files = self.current
                 try:
                     with self._lock(url), self.replica(url) as replica:
                         if url in self._withdrawn:
-                            return
+                            continue
                         self._transport.bring(replica, files)
                         self._note(url, files)
-                    if files is self.current:
-                        self.route()
-                        return
                 except (httpx.TransportError, Unready):
                     self._closed.wait(PAUSE)
+                else:
+                    if files is self.current:
+                        self._tell(url)
         except TrainerError as error:
             _log.error("replica %s stays out of service: %s", url, error)
         finally:
             with self._table:
                 self._catching_up.discard(url)
+
+    def _caught_up(self, url: str) -> bool:
+        """Tell whether a replica needs no catching up any more, and let go of it if so: who dies again is begun with anew."""
+        with self._table:
+            over = url in self._withdrawn or url not in self._locks or self._serving.get(url) is self.current
+            if over:
+                self._catching_up.discard(url)
+            return over
+
+    def _tell(self, url: str) -> None:
+        try:
+            self.route()
+        except PublishError as error:  # a proxy that is away takes the table when it is back
+            _log.warning("the proxy was not told of replica %s: %s", url, error)
 
     def _watch(self) -> None:
         while not self._closed.wait(_WATCH):
@@ -340,6 +350,12 @@ class Publisher:
                     self.returned(url)
 
     # -- bringing ----------------------------------------------------------------------------------------------------
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """Return the table as the proxy takes it."""
+        name = self._transport.request_name
+        with self._table:
+            return [{"url": url, "version": one.version, "model": name(one)} for url, one in self._serving.items()]
 
     def _urls(self) -> list[str]:
         return [url for url in self._locks if url not in self._withdrawn]
@@ -355,35 +371,20 @@ class Publisher:
 
     def _bring_all(self, files: PolicyFiles, urls: list[str]) -> dict[str, float]:
         """Bring these replicas, at the same time; return the phases of the slowest."""
-        if not urls:
-            return {}
-        with ThreadPoolExecutor(len(urls), thread_name_prefix="publish") as pool:
-            running = {url: pool.submit(self._update, url, files) for url in urls}
-        failures: list[PublishError] = []
-        phases: dict[str, float] = {}
-        for url, future in running.items():
-            error = future.exception()
-            if error is None:
-                found = future.result()
-                phases = found if sum(found.values()) > sum(phases.values()) else phases
-            elif isinstance(error, Behind):
-                failures.append(error)
-                self.lost(url)
-            else:
-                raise error
-        if len(failures) == len(urls):
-            raise failures[0]
+        phases, behind = at_once(lambda url: self._update(url, files), urls)
+        for url in behind:
+            self.lost(url)
+        if behind and len(behind) == len(urls):
+            raise behind[urls[0]]
         for url in urls:
             if url not in self._serving and url not in self._withdrawn:
-                _log.warning(
-                    "replica %s is left behind at version %d, and is brought when it is back", url, files.version
-                )
+                _log.warning("replica %s misses version %d, and is brought when it is back", url, files.version)
                 self.returned(url)
         return phases
 
     def _update(self, url: str, files: PolicyFiles) -> dict[str, float]:
-        wanted, brought = lambda: url not in self._withdrawn, lambda: self._note(url, files)
-        return self._bring(url, files, self._patience, wanted=wanted, brought=brought)
+        how = {"wanted": lambda: url not in self._withdrawn, "brought": lambda: self._note(url, files)}
+        return self._bring(url, files, self._patience, **how)
 
     def _bring(self, url: str, files: PolicyFiles, patience: float, **how: Callable[[], Any]) -> dict[str, float]:
         return bring_patiently(

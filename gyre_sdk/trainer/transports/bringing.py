@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import httpx
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from gyre_sdk.trainer.transports import Transport
     from gyre_sdk.trainer.weights import PolicyFiles
 
-__all__ = ["PAUSE", "Behind", "bring_patiently", "still_serves"]
+__all__ = ["PAUSE", "Behind", "at_once", "bring_patiently", "still_serves"]
 
 PAUSE = 0.5
 """Seconds before a replica is asked again."""
@@ -79,6 +80,28 @@ def bring_patiently(
                 ) from error
             _log.warning("replica %s did not take version %d (%s); trying again", url, files.version, error)
             time.sleep(PAUSE)
+
+
+def at_once(
+    bring: Callable[[str], dict[str, float]], urls: Sequence[str]
+) -> tuple[dict[str, float], dict[str, Behind]]:
+    """Bring replicas at the same time; return the phases of the slowest, and who could not take it in time.
+
+    Raises:
+        PublishError: one refused for good; all others have ended by then.
+    """
+    with ThreadPoolExecutor(len(urls) or 1, thread_name_prefix="publish") as pool:
+        running = {url: pool.submit(bring, url) for url in urls}
+    behind: dict[str, Behind] = {}
+    phases: dict[str, float] = {}
+    for url, future in running.items():
+        try:
+            found = future.result()
+        except Behind as error:
+            behind[url] = error
+        else:
+            phases = found if sum(found.values()) > sum(phases.values()) else phases
+    return phases, behind
 
 
 def still_serves(replica: Replica, version: int) -> bool:
