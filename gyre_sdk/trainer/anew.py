@@ -3,6 +3,8 @@
 The thread that computes may never come back, so nothing is ended in order. The new program has the same process id, and so
 the same place in a terminal, a service or a Slurm step. It finds what a killed trainer leaves: what is durable, and children
 that linger (`lingering.py`). A step that hangs again and again is not tried for ever.
+
+What hangs and keeps Python's lock is not seen from here, and is ended from outside (`heartbeat.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -19,6 +22,7 @@ import msgspec
 
 from gyre_sdk.errors import TrainerError
 from gyre_sdk.events import ProcessRestarted
+from gyre_sdk.trainer.heartbeat import watched_from_outside
 
 if TYPE_CHECKING:
     from gyre_sdk.trainer.stack import Stack
@@ -27,6 +31,8 @@ __all__ = ["Anew", "Note", "watched"]
 
 _TRIES = 3
 """Times that one step may hang before it is given up."""
+_LOCKED = 3.0
+"""Times `cells.stuck_s` for which Python's lock may be kept: a library that loads slowly keeps it too."""
 _NAME = "hung.json"
 
 _log = logging.getLogger("gyre.trainer")
@@ -44,18 +50,27 @@ class Note(msgspec.Struct, frozen=True):
     """Whether the successor has told of it."""
 
 
-def watched(stack: Stack, ranks: int) -> None:
+@contextmanager
+def watched(stack: Stack, ranks: int) -> Iterator[None]:
     """Begin this program anew when the core's own units hang; tell observers if that is how it began.
 
     For programs that are nothing but the training. Elsewhere a unit that hangs is logged.
     """
-    core = stack.core
-    if core is None:
+    core, cells = stack.core, stack.config.cells
+    if core is None or cells is None:
+        yield
         return
     anew = Anew(stack.config.output.dir, lambda: core.progress().step, ranks)
-    core.on_hung = anew.begin
     if (reason := anew.untold()) is not None:
         stack.observer(ProcessRestarted(time.time(), "trainer", reason))
+    with watched_from_outside(_LOCKED * cells.stuck_s) as end:
+
+        def hung(reason: str) -> None:
+            end()  # the next program is not its own to watch
+            anew.begin(reason)
+
+        core.on_hung = hung
+        yield
 
 
 class Anew:
@@ -78,7 +93,11 @@ class Anew:
         step = self._step()
         before = self._left()
         times = before.times + 1 if before is not None and before.step == step else 1
-        self._path.write_bytes(msgspec.json.encode(Note(step, times, reason)))
+        try:
+            self._path.write_bytes(msgspec.json.encode(Note(step, times, reason)))
+        except OSError as error:  # it would hang again and again, and nobody would count
+            os.write(2, f"gyre-train: {reason}; it does not begin anew: {error}; run the same command again\n".encode())
+            os._exit(1)
         hopeless = times >= _TRIES
         what = f"step {step} hung for the {times}. time: {reason}"
         if hopeless or self._ranks > 1:

@@ -98,8 +98,8 @@ def _run(path: Path, pairs: list[str], plain: bool, as_json: bool, evaluation: s
             from gyre_sdk.trainer.anew import watched
             from gyre_sdk.trainer.training import train
 
-            watched(stack, where.size)
-            report = train(config, stack=stack, ranks=ranks)
+            with watched(stack, where.size):
+                report = train(config, stack=stack, ranks=ranks)
         else:
             report = evaluate(config, stack.tasks, name=evaluation, stack=stack)
     if as_json:

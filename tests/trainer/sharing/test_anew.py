@@ -101,3 +101,11 @@ def test_what_hangs_again_and_again_or_has_more_ranks_ends(tmp_path: Path, ranks
     assert ("raise cells.stuck_s" in err) == (ranks == 1) and ("--max-restarts" in err) == (ranks == 2)
     if ranks == 1:
         assert Anew(tmp_path, lambda: 4).untold() is None, "who raised the bound begins with all tries"
+
+
+def test_what_cannot_be_counted_ends(tmp_path: Path) -> None:
+    """With a disk that takes no note it would begin anew for ever."""
+    (tmp_path / "hung.json").mkdir()
+    out, err = (process := program(tmp_path, HOPELESS, "1")).communicate(timeout=2 * SECONDS)
+    assert process.returncode == 1 and out.split() == ["begun"]
+    assert "a unit hangs; it does not begin anew: " in err and "run the same command again" in err
