@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from math import fsum, isfinite, sqrt
+from math import frexp, fsum, isfinite, ldexp, sqrt
+from sys import float_info
 
 from gyre_sdk.records import GroupId, RunId, RunRecord, RunStatus
 
@@ -20,6 +21,8 @@ _INFRASTRUCTURE = "infrastructure"
 _ROUNDING_RELATIVE = 1e-9
 _ROUNDING_ABSOLUTE = 1e-12
 """Rewards of a group whose range is within these differ by rounding only."""
+_EXPONENT = 512
+"""Rewards whose binary exponent is above are compared at a smaller scale: their sums, too, are in the range of floats."""
 
 
 class Baseline(StrEnum):
@@ -106,33 +109,41 @@ def compare(
     A run counts once: its rewards share its vote in the mean and in the variance, and `leave_one_out` takes the mean of
     the *other* runs. With one reward per run these are the usual statistics.
 
+    An advantage that is beyond the range of floats, as only the difference of rewards can be, is the largest float.
+
     Args:
         rewards: at least one finite reward for each run.
         further: votes of runs that get no advantage.
     """
-    votes = [list(values) for values in rewards.values()] + [[vote] for vote in further]
-    count, flat = len(votes), [vote for values in votes for vote in values]
+    given = [*rewards.values(), *([vote] for vote in further)]
+    count, flat = len(given), [vote for values in given for vote in values]
     dropped = _dropped(count, flat)
     if not count:
         return Comparison({}, dropped, None, None)
+    shift = max(0, frexp(max(abs(vote) for vote in flat))[1] - _EXPONENT)
+    votes, size = [[ldexp(vote, -shift) for vote in values] for values in given], 2.0**shift
     means = [fsum(values) / len(values) for values in votes]
     mean = fsum(means) / count
-    spread = max(flat) - min(flat)
-    # Squares of fractions of the spread: neither tiny nor huge rewards leave the range of floats.
+    spread = max(map(max, votes)) - min(map(min, votes))
+    # Squares of fractions of the spread: they do not leave the range of floats either.
     squares = fsum(fsum(((vote - mean) / spread) ** 2 for vote in v) / len(v) for v in votes) if spread else 0.0
     found: dict[RunId, list[float]] = {}
     if dropped is None:
         scale = {
-            Baseline.MEAN: 1.0,
+            Baseline.MEAN: size,
             Baseline.POPULATION_STD: 1 / (spread * sqrt(squares / count)),
             Baseline.SAMPLE_STD: 1 / (spread * sqrt(squares / (count - 1))),
-            Baseline.LEAVE_ONE_OUT: 1.0,
+            Baseline.LEAVE_ONE_OUT: size,
         }[baseline]
-        for (run, values), own in sorted(zip(rewards.items(), means, strict=False)):
+        for run, values, own in sorted(zip(rewards, votes, means, strict=False)):
             # The mean of the other runs is (count * mean - own) / (count - 1).
-            shift = (own - mean) / (count - 1) if baseline is Baseline.LEAVE_ONE_OUT else 0.0
-            found[run] = [(reward - mean) * scale + shift for reward in values]
-    return Comparison(found, dropped, mean, spread * sqrt(squares / count))
+            leaving_own = (own - mean) / (count - 1) if baseline is Baseline.LEAVE_ONE_OUT else 0.0
+            found[run] = [_finite((vote - mean + leaving_own) * scale) for vote in values]
+    return Comparison(found, dropped, mean * size, spread * sqrt(squares / count) * size)
+
+
+def _finite(advantage: float) -> float:
+    return min(max(advantage, -float_info.max), float_info.max)
 
 
 def advantages(
