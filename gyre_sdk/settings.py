@@ -29,6 +29,10 @@ import msgspec
 from gyre_sdk.errors import SettingsError
 
 T = TypeVar("T", bound=msgspec.Struct)
+SERVICE_KEY = "GYRE_SERVICE_KEY"
+"""Variable that holds the key of a service's control API."""
+REPLICA_TOKEN = "GYRE_REPLICA_TOKEN"
+"""Variable that holds what replicas are sent as a bearer token."""
 _ARGUMENTS = "the arguments"
 _MISSING = object()
 

@@ -14,9 +14,9 @@ import typer
 
 from gyre_sdk.errors import SettingsError
 from gyre_sdk.records import RunStatus
+from gyre_sdk.settings import SERVICE_KEY
 from gyre_sdk.view.escape import counted
 
-_KEY_VARIABLE = "GYRE_SERVICE_KEY"
 DEFAULT_STORE = Path("gyre-runs")
 
 
@@ -46,7 +46,7 @@ def run(
     ] = None,
     service: Annotated[str | None, typer.Option(metavar="URL", help="Use a `gyre serve` that runs.")] = None,
     service_key_file: Annotated[
-        Path | None, typer.Option(help=f"Key of --service; else {_KEY_VARIABLE}.", show_default=False)
+        Path | None, typer.Option(help=f"Key of --service; else {SERVICE_KEY}.", show_default=False)
     ] = None,
     store: Annotated[Path, typer.Option(help="Where the service that is started records.")] = DEFAULT_STORE,
     serve_option: Annotated[
@@ -186,9 +186,9 @@ def _service(
         except OSError as error:
             raise SettingsError(f"--service-key-file {key_file} cannot be read: {error}") from error
     else:
-        key = os.environ.get(_KEY_VARIABLE, "")
+        key = os.environ.get(SERVICE_KEY, "")
     if not key:
-        raise SettingsError(f"the service's key is not known; set {_KEY_VARIABLE}, or give --service-key-file")
+        raise SettingsError(f"the service's key is not known; set {SERVICE_KEY}, or give --service-key-file")
     return service.ServiceClient(url, key)
 
 

@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from gyre_sdk.errors import SettingsError
+from gyre_sdk.settings import REPLICA_TOKEN, SERVICE_KEY
 
 _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
 _CHUNK = 65_536
-_WITHHELD = ("GYRE_SERVICE_KEY", "GYRE_REPLICA_TOKEN")
+_WITHHELD = (SERVICE_KEY, REPLICA_TOKEN)
 """Keys of gyre's own: who has the first can end runs with any reward."""
 
 

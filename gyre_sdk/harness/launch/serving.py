@@ -14,8 +14,8 @@ from contextlib import contextmanager
 
 from gyre_sdk.errors import ServiceError
 from gyre_sdk.harness.service import ServiceClient
+from gyre_sdk.settings import SERVICE_KEY
 
-_KEY = "GYRE_SERVICE_KEY"
 _READY = "ready "
 _READY_SECONDS = 600.0
 """A large model takes minutes to load."""
@@ -29,11 +29,11 @@ def served(arguments: Sequence[str]) -> Iterator[ServiceClient]:
     Raises:
         ServiceError: it did not come up; holds what it said.
     """
-    key = os.environ.get(_KEY) or secrets.token_urlsafe(32)
+    key = os.environ.get(SERVICE_KEY) or secrets.token_urlsafe(32)
     # A process group of its own: Ctrl-C in a terminal must reach it only once the runs are on record.
     process = subprocess.Popen(
         [sys.executable, "-m", "gyre_sdk.trainer.leash", "gyre_sdk.cli", "serve", *arguments],
-        env={**os.environ, _KEY: key},
+        env={**os.environ, SERVICE_KEY: key},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

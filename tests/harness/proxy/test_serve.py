@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import resource
+import sqlite3
 import stat
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from gyre_sdk.errors import SettingsError
 from gyre_sdk.harness.proxy.server import HistoryPolicy
 from gyre_sdk.harness.proxy.server.main import main, read_histories
 from gyre_sdk.harness.proxy.server.specs import read_specs
+from gyre_sdk.journal import Journal
 
 ASK = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
@@ -212,7 +215,28 @@ def test_values_that_cannot_be_meant_are_refused(
     option: str, value: str, said: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--model", str(model), "--store", str(tmp_path), option, value]) == 1
-    assert capsys.readouterr().err.splitlines()[-1] == f"gyre serve: {said}"
+    assert capsys.readouterr().err == f"gyre serve: {said}\n"
+    assert not list(tmp_path.iterdir()), "nothing is written"
+
+
+@pytest.mark.parametrize(
+    ("pragma", "said"), [("application_id=7", "not a gyre store"), ("user_version=999", "has format 999")]
+)
+def test_beside_a_store_that_is_refused_no_key_is_written(
+    pragma: str,
+    said: str,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("GYRE_SERVICE_KEY", raising=False)
+    Journal(tmp_path / "gyre.db").close()
+    with closing(sqlite3.connect(tmp_path / "gyre.db")) as store:
+        store.execute(f"PRAGMA {pragma}")
+    assert main(["--model", str(model), "--store", str(tmp_path)]) == 1
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "service-key").exists()
 
 
 def test_a_disk_without_room_is_told_of_until_there_is_some(model: Path, tmp_path: Path) -> None:

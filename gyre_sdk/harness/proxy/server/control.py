@@ -27,6 +27,7 @@ from gyre_sdk.harness.proxy.server.replicas import ReplicaControl, describe
 from gyre_sdk.harness.proxy.server.settings import new_key
 from gyre_sdk.harness.proxy.server.state import Lane, RunState, key_digest, new_lane_id, new_run_id
 from gyre_sdk.records import MAIN, SUBAGENT, GroupId, LaneId, LaneRecord, RunId, RunRecord, RunStatus
+from gyre_sdk.settings import SERVICE_KEY
 from gyre_sdk.steering import HEADER, Steering
 
 T = TypeVar("T")
@@ -355,7 +356,7 @@ class Control:
         async def guarded(request: web.Request) -> web.StreamResponse:
             if not hmac.compare_digest(bearer(request).encode(), self._service_key.encode()):
                 raise ProtocolError(
-                    "the control API needs the service key, `Authorization: Bearer KEY`: the service's GYRE_SERVICE_KEY, else"
+                    f"the control API needs the service key, `Authorization: Bearer KEY`: the service's {SERVICE_KEY}, else"
                     " what is in the file `service-key` beside its store",
                     status=401,
                     code="invalid_service_key",

@@ -24,9 +24,9 @@ from gyre_sdk.harness.proxy.server.process import serve_process
 from gyre_sdk.harness.proxy.server.settings import HistoryPolicy, ProxySettings, SamplingPolicy, new_key
 from gyre_sdk.harness.proxy.server.specs import Models, read_specs
 from gyre_sdk.harness.proxy.server.workers import Workers
-from gyre_sdk.journal import store_file
+from gyre_sdk.journal import Journal, store_file
+from gyre_sdk.settings import REPLICA_TOKEN, SERVICE_KEY
 
-KEY_VARIABLE = "GYRE_SERVICE_KEY"
 KEY_FILE = "service-key"
 READY = "ready "
 """Begins the line that tells the address."""
@@ -119,13 +119,8 @@ def _settings(options: argparse.Namespace, models: Models) -> ProxySettings:
     if options.classifier:
         load_classifier(options.classifier)
     histories = read_histories(options.history)
-    store = store_file(options.store)
-    try:
-        store.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingsError(f"--store {options.store} cannot be made: {error}") from error
-    return ProxySettings(
-        store=store,
+    settings = ProxySettings(
+        store=store_file(options.store),
         model=models.folder,
         hosted=models.hosted,
         renderer=options.renderer,
@@ -137,30 +132,35 @@ def _settings(options: argparse.Namespace, models: Models) -> ProxySettings:
         port=options.port,
         public_url=options.public_url,
         replicas=tuple(ReplicaSpec(url) for url in models.replicas),
-        replica_token=os.environ.get("GYRE_REPLICA_TOKEN"),
-        service_key=_service_key(options.service_key_file, store.parent),
+        replica_token=os.environ.get(REPLICA_TOKEN),
         max_tokens=options.max_tokens,
         context=options.context,
         patience=options.patience,
         prices=Prices(options.price_prompt, options.price_sampled),
         classifier=options.classifier,
     )
+    try:
+        settings.store.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"--store {options.store} cannot be made: {error}") from error
+    return msgspec.structs.replace(settings, service_key=_service_key(options.service_key_file, settings.store))
 
 
-def _service_key(file: Path | None, folder: Path) -> str:
+def _service_key(file: Path | None, store: Path) -> str:
     """Return the service key: from the file that is named, else the environment, else one kept beside the store."""
-    if file is None and os.environ.get(KEY_VARIABLE):
-        return os.environ[KEY_VARIABLE]
-    path = folder / KEY_FILE if file is None else file
+    if file is None and os.environ.get(SERVICE_KEY):
+        return os.environ[SERVICE_KEY]
+    path = store.parent / KEY_FILE if file is None else file
     try:
         if file is None:
+            Journal(store).close()  # one that cannot be opened gets no key
             _make_key(path)
             _say(f"the service key is in {path}")
         key = path.read_text().strip()
     except OSError as error:
         raise SettingsError(f"the service key file {path} cannot be read: {error}") from error
     if not key:
-        raise SettingsError(f"the service key file {path} is empty; give another, or set {KEY_VARIABLE}")
+        raise SettingsError(f"the service key file {path} is empty; give another, or set {SERVICE_KEY}")
     return key
 
 
@@ -250,6 +250,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--port", type=int, default=0, help="0, the default, takes a free one; workers take those after it")
     add("--public-url", help="address that agents are given, where it is not the one listened on")
     add("--workers", type=int, default=1, help="processes; each has its own runs (1)")
-    add("--service-key-file", type=Path, metavar="FILE", help=f"else {KEY_VARIABLE}, else `{KEY_FILE}` by the store")
+    add("--service-key-file", type=Path, metavar="FILE", help=f"else {SERVICE_KEY}, else `{KEY_FILE}` by the store")
     add("--patience", type=float, default=120.0, metavar="S", help="seconds to wait for a replica that serves (120)")
     return parser
