@@ -15,6 +15,8 @@ INLINE = 32_768
 """Scripts up to this many bytes travel as lines, longer ones as a file."""
 KILLED = 137
 """Exit code of what was killed, as shells count it: 128 and the signal's number."""
+_ENV_ONE, _ENV_ALL = 131_071, 1 << 20
+"""Bytes of one variable that Linux takes, and of all that it takes at any usual limit on stacks."""
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 Kept = tuple[bytes, int | None]
@@ -26,17 +28,31 @@ def script_of(cmd: str) -> bytes:
     return f"{cmd}\n".encode(errors="surrogateescape")
 
 
-def entry(folder: str, env: Mapping[str, str], otherwise: str) -> str:
-    """Return lines of shell code that enter `folder` (or run `otherwise` and exit) and export `env`.
+def entry(folder: str, otherwise: str) -> str:
+    """Return lines of shell code that enter `folder`, or run `otherwise` and exit."""
+    return f"cd -- {shlex.quote(folder)} 2>/dev/null || {{ {otherwise}; exit; }}\nunset OLDPWD\n"
+
+
+def exports(env: Mapping[str, str]) -> str:
+    """Return lines of shell code that export `env`. They change the shell that runs them: nothing but a command comes after.
+
+    A shell would end at a variable of its own that cannot be changed, like bash's UID; as a `command`, export only complains.
 
     Raises:
         WorkspaceError: a variable cannot be set.
     """
-    code = f"cd -- {shlex.quote(folder)} 2>/dev/null || {{ {otherwise}; exit; }}\nunset OLDPWD\n"
+    code = ""
     for name, value in env.items():
         if not _ENV_NAME.fullmatch(name) or "\0" in value:
             raise WorkspaceError(f"environment variable {name!r} cannot be set; use letters, digits and _ only")
-        code += f"export {name}={shlex.quote(value)}\n"
+        code += f"command export {name}={shlex.quote(value)}\n"
+    sizes = {name: len(f"{name}={value}".encode(errors="surrogateescape")) for name, value in env.items()}
+    largest = max(sizes, key=lambda name: sizes[name], default="")
+    if sizes and (sizes[largest] > _ENV_ONE or sum(sizes.values()) > _ENV_ALL):
+        raise WorkspaceError(
+            f"an environment of {sum(sizes.values())} bytes, of which {largest!r} has {sizes[largest]}, cannot be given to a"
+            f" command; the limits are {_ENV_ALL} and {_ENV_ONE} for one variable: pass it as input, or in a file"
+        )
     return code
 
 
@@ -47,7 +63,7 @@ def launching(
 
     Args:
         slot: name of the command's files in the supervisor's folder: `.s` its script, `.in` its input.
-        entering: see `entry`.
+        entering: what enters its folder and exports its variables, see `entry` and `exports`.
         reads: whether there is an input file.
         mark: what a launcher's events carry.
     """

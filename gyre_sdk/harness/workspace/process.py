@@ -40,11 +40,12 @@ _START = 60.0
 Stream = Literal["stdout", "stderr"]
 
 
-def running(script: bytes, *, shell: str, entering: str, file: str, marker: str) -> str:
+def running(script: bytes, *, shell: str, entering: str, exporting: str, file: str, marker: str) -> str:
     """Return the code that a runner runs a script with.
 
     Args:
         entering: see `commands.entry`.
+        exporting: see `commands.exports`: in a shell of its own, as its variables may have the names of the runner's.
         file: path inside where the script is put.
         marker: what its processes carry in their environment.
 
@@ -57,9 +58,8 @@ def running(script: bytes, *, shell: str, entering: str, file: str, marker: str)
     return (
         f"umask 022\n{entering}"
         f"printf %s {shlex.quote(script.decode(errors='surrogateescape'))} >{place} || {{ say fail room; exit; }}\n"
-        f"export GYRE_EXEC_ID={marker}\n"
         "say started $$\n"
-        f"{shell} {place}\n"
+        f"(\n{exporting}export GYRE_EXEC_ID={marker}\nexec {shell} {place}\n)\n"
         f"set -- $?; {{ rm -f {place}; }} 2>/dev/null; say exit $1"
     )
 

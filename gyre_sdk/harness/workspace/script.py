@@ -137,19 +137,24 @@ launch() {
   : >"$f.e.100000"
   if [ -n "$L" ] && [ -x "$L" ]; then
     [ -z "$P" ] || PATH=$P
-    enter
-    exec "$L" "$1" "$f" "$CAP" "${4:-/dev/null}" 150 "$MEMORY" "$W." "$3" >/dev/null 3<<END
-$5
+    set -- "$L" "$1" "$f" "$CAP" "${4:-/dev/null}" "$MEMORY" "$W." "$3" "$5"
+    enter  # from here on a variable may hold what the command is given by that name
+    exec "$1" "$2" "$3" "$4" "$5" 150 "$6" "$7" "$8" >/dev/null 3<<END
+$9
 END
   fi
   {
     {
       cd -P /proc/self && self=${PWD#/proc/}
-      [ -z "$P" ] || PATH=$P
-      enter
       killed
       before=$kills
-      GYRE_EXEC_ID=$1.$W. "$SETSID" "$3" "$f.s" <"${4:-/dev/null}" >&4 2>&6 4>&- 5>&- 6>&- &
+      (
+        [ -z "$P" ] || PATH=$P
+        set -- "$SETSID" "$3" "$f.s" "${4:-/dev/null}" "$1.$W."
+        enter
+        export GYRE_EXEC_ID="$5"
+        exec "$1" "$2" "$3" <"$4" >&4 2>&6 4>&- 5>&- 6>&-
+      ) &
       say started "$1" "$self $!"
       wait $!
       status=$?

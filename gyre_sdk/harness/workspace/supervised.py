@@ -15,7 +15,16 @@ from gyre_sdk.harness import cancelling
 from gyre_sdk.harness.aio import AsyncWorkspace
 from gyre_sdk.harness.cancelling import Cancellation, Cancelled
 from gyre_sdk.harness.workspace.archive import tar_of
-from gyre_sdk.harness.workspace.commands import Kept, checked, entry, launching, result_of, script_of, sent_along
+from gyre_sdk.harness.workspace.commands import (
+    Kept,
+    checked,
+    entry,
+    exports,
+    launching,
+    result_of,
+    script_of,
+    sent_along,
+)
 from gyre_sdk.harness.workspace.files import Files
 from gyre_sdk.harness.workspace.plain import PlainFiles, run_plainly
 from gyre_sdk.harness.workspace.process import RUNNER, NotStarted, Process, running
@@ -59,7 +68,7 @@ class SupervisedWorkspace(Supervision, Files):
             return checked(cmd, run_plainly(process, content, timeout, self._output_limit), check)
         running = supervisor.reserve()
         script = script_of(cmd)
-        entering = entry(self._folder(cwd), {**self._env, **(env or {})}, f"say fail {running.id} cwd")
+        entering = entry(self._folder(cwd), f"say fail {running.id} cwd") + exports({**self._env, **(env or {})})
         code, long = launching(
             running.id,
             running.slot,
@@ -99,11 +108,11 @@ class SupervisedWorkspace(Supervision, Files):
         user = user or self.user
         supervisor = self._supervisor(user)
         id = supervisor.reserve().id
-        entering = entry(self._folder(cwd), {**self._env, **(env or {})}, "say fail cwd")
         code = running(
             script_of(cmd),
             shell=supervisor.shell,
-            entering=entering,
+            entering=entry(self._folder(cwd), "say fail cwd"),
+            exporting=exports({**self._env, **(env or {})}),
             file=f"{supervisor.folder}/{id}.s",
             marker=f"{id}.{self.id}.",
         )

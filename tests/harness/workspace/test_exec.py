@@ -211,6 +211,46 @@ def test_start_errors_are_not_tool_output(workspace):
         workspace.exec("true", env={"a-b": "1"})
 
 
+def test_variables_of_any_name_are_the_commands_own(workspace):
+    """Also of the names that what runs commands has for its own, and of those that a shell does not let go."""
+    names = [
+        "N",
+        "D",
+        "L",
+        "P",
+        "W",
+        "T",
+        "B",
+        "CAP",
+        "HOW",
+        "MEMORY",
+        "SETSID",
+        "f",
+        "k",
+        "c",
+        "l",
+        "st",
+        "kills",
+        "status",
+    ]
+    values = {name: f"{name} 7;'x" for name in names} | {"UID": "5", "PPID": "6", "IFS": "/"}
+    quoted = " ".join(f'"${name}"' for name in names)
+    script = f"printf '%s|' {quoted}; exit 3"
+    expected = "".join(f"{values[name]}|" for name in names)
+    ran = workspace.exec(script, env=values, timeout=30)
+    assert (ran.exit_code, ran.stdout, ran.timed_out) == (3, expected, False)
+    with workspace.start(script, env=values) as process:
+        assert (process.wait(30), process.read(30)) == (3, expected)
+
+
+def test_an_environment_that_no_command_can_have_is_said(workspace):
+    largest = "x" * (131_071 - len("A="))
+    assert workspace.exec("echo ${#A}", env={"A": largest}, timeout=60).stdout == f"{len(largest)}\n"
+    for env in ({"A": f"{largest}x"}, {f"A{number}": "x" * 100_000 for number in range(11)}):
+        with pytest.raises(WorkspaceError, match=r"'A.*pass it as input, or in a file"):
+            workspace.exec("true", env=env)
+
+
 def test_long_scripts_arguments_and_input(workspace):
     assert workspace.exec(f"x='{'a' * 200000}'; echo ${{#x}}", timeout=60).stdout == "200000\n"
     argument = workspace.exec(f"x='{'a' * 200000}'; /bin/ls \"$x\"", timeout=60)
