@@ -164,6 +164,18 @@ class SwitchMeasured(Event, frozen=True, tag=True):
     """Requests that went on elsewhere."""
 
 
+class SwitchFailed(Event, frozen=True, tag=True):
+    """A phase of a cell's switch failed; the cell takes neither requests nor units until it is brought back."""
+
+    cell: str
+    to: str
+    """`training` or `serving`."""
+    phase: str
+    """Which failed."""
+    phases: dict[str, float]
+    """Seconds by phase, in order, of those that began."""
+
+
 class UnitsCommitted(Event, frozen=True, tag=True):
     """A cell's gradient of some units became part of the batch."""
 
@@ -199,6 +211,7 @@ AnyEvent = (
     | PhaseStarted
     | CellMoved
     | CellsSeen
+    | SwitchFailed
     | SwitchMeasured
     | UnitsCommitted
 )

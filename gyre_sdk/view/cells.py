@@ -7,10 +7,19 @@ from typing import NamedTuple
 
 import msgspec
 
-from gyre_sdk.events import CellMoved, CellsSeen, Event, StepTaken, SwitchMeasured, UnitsCommitted, VersionPublished
+from gyre_sdk.events import (
+    CellMoved,
+    CellsSeen,
+    Event,
+    StepTaken,
+    SwitchFailed,
+    SwitchMeasured,
+    UnitsCommitted,
+    VersionPublished,
+)
 
 STREAM = "cells"
-RECORDED = (CellMoved, CellsSeen, SwitchMeasured, UnitsCommitted, VersionPublished, StepTaken)
+RECORDED = (CellMoved, CellsSeen, SwitchFailed, SwitchMeasured, UnitsCommitted, VersionPublished, StepTaken)
 """What is recorded of all events."""
 _LATEST = 1e11
 """Seconds since the epoch; what claims to be later, or before it, is no event."""
@@ -29,6 +38,7 @@ class EventsMissed(Event, frozen=True, tag=True):
 _Item = (
     CellMoved
     | CellsSeen
+    | SwitchFailed
     | SwitchMeasured
     | UnitsCommitted
     | VersionPublished

@@ -142,8 +142,8 @@ class Costs:
     """What going over costs, seconds. The priors are of a middling model on GPUs; one switch each way replaces them."""
 
     to_train: Average = field(default=Average(5.0))
-    """From leaving the routing table to the first unit."""
+    """From leaving the routing table until the replica has made room; a satellite's pull comes on top."""
     to_serve: Average = field(default=Average(5.0))
     """From the last unit to the first request."""
     join: Average = field(default=Average(0.0))
-    """A satellite's weight pull and gradient push."""
+    """A satellite's weight pull and gradient push, once for each batch that it joins."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from gyre_sdk.errors import ServiceError, TrainerError
-from gyre_sdk.events import CellMoved, SwitchMeasured
+from gyre_sdk.events import CellMoved, SwitchFailed, SwitchMeasured
 from gyre_sdk.harness.ports import Clock, Observer
 from gyre_sdk.trainer.cells.capacity import Costs
 from gyre_sdk.trainer.cells.state import CellEvent, CellState, after
@@ -193,13 +193,14 @@ class Moves:
                 member.cell, member.core, self._publisher, self._training, self._patience, enter, kept
             )
         except PhaseFailed as error:
-            self.fail(member, str(error))
+            self._broken_off(member, "training", error)
             return
         if member.state is not CellState.TRAINING:
             return
         member.retry_s = _RETRY_S[0]
         with self._noting:
-            self.costs = replace(self.costs, to_train=self.costs.to_train.after(switched.seconds))
+            until_parked = switched.seconds - switched.phases["join"]  # that is a pull, and `Costs.join` has it
+            self.costs = replace(self.costs, to_train=self.costs.to_train.after(until_parked))
         self._measured(member, "training", switched)
 
     def _go_back(self, member: Member, reason: str, gone: Callable[[], None]) -> None:
@@ -209,7 +210,7 @@ class Moves:
         try:
             switched = self._serve(member, CellEvent.RETURN, reason, gone)
         except PhaseFailed as error:
-            self.fail(member, str(error))
+            self._broken_off(member, "serving", error)
             return
         with self._noting:
             self.costs = replace(self.costs, to_serve=self.costs.to_serve.after(switched.seconds))
@@ -250,6 +251,13 @@ class Moves:
             seconds, member.since = now - member.since, now
             _log.info("%s is %s after %.2f s of %s: %s", member.cell.name, member.state, seconds, before, reason)
             self._observer(CellMoved(self._clock.time(), member.cell.name, member.state, before, seconds, reason))
+
+    def _broken_off(self, member: Member, to: str, error: PhaseFailed) -> None:
+        """Fail a cell whose switch has failed, and tell what it took until then."""
+        phases = dict(error.phases)
+        with self._noting:
+            self._observer(SwitchFailed(self._clock.time(), member.cell.name, to, error.phase, phases))
+        self.fail(member, str(error))
 
     def _measured(self, member: Member, to: str, switched: Switched) -> None:
         drained = switched.drained

@@ -65,11 +65,11 @@ class Observation:
     rollout_left_s: float
     """Estimated seconds until the last run of the open burst ends, as cells serve now."""
     to_train_s: float
-    """Measured seconds from leaving the routing table to the first unit."""
+    """Measured seconds from leaving the routing table until the replica has made room."""
     to_serve_s: float
     """Measured seconds from the last unit to the first request."""
     join_s: float
-    """Measured seconds of one satellite's weight pull and gradient push at the core."""
+    """Measured seconds of one satellite's weight pull and gradient push at the core, which each batch needs."""
     standalone: int = 0
     """Replicas beside the cells, which serve all the time; each carries as much as a cell."""
 

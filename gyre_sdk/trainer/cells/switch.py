@@ -161,11 +161,13 @@ class PhaseFailed(TrainerError):
 
     Attributes:
         phase: which.
+        phases: seconds by phase, in order, of those that began.
     """
 
     def __init__(self, phase: str, message: str) -> None:
         super().__init__(f"{phase}: {message}")
         self.phase = phase
+        self.phases: Mapping[str, float] = {}
 
 
 @dataclass(slots=True)
@@ -187,10 +189,13 @@ class Switched:
         began = time.monotonic()
         try:
             yield
-        except PhaseFailed:
+        except PhaseFailed as error:
+            error.phases = self.phases
             raise
         except (TrainerError, ServiceError, Unready, httpx.HTTPError) as error:
-            raise PhaseFailed(name, f"{type(error).__name__}: {error}") from error
+            failed = PhaseFailed(name, f"{type(error).__name__}: {error}")
+            failed.phases = self.phases
+            raise failed from error
         finally:
             self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - began
 

@@ -41,11 +41,11 @@ class Progress(Protocol):
 
     @property
     def pull_s(self) -> float:
-        """Seconds that a satellite's last pull of weights took; 0 before the first."""
+        """Mean seconds of a satellite's pull of weights, if it is alone; each batch needs one. 0 before the first."""
 
     @property
     def push_s(self) -> float:
-        """Seconds that a satellite's last push of gradients took; 0 before the first."""
+        """Mean seconds of a satellite's push of gradients, if it is alone; 0 before the first."""
 
 
 class Hung(Protocol):

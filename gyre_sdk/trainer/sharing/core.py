@@ -73,9 +73,9 @@ class Progress:
     tokens_per_second: Mapping[str, float]
     """Measured speed of computing, by cell."""
     pull_s: float
-    """Mean seconds of a satellite's pull of weights; 0 before the first."""
+    """Mean seconds of a satellite's pull of weights, alone; 0 before the first."""
     push_s: float
-    """Mean seconds of a push of gradients; 0 before the first."""
+    """Mean seconds of a push of gradients, alone; 0 before the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,8 +303,7 @@ class Core:
         """Return how far the open batch is."""
         step, counts, speeds = self._batch.counts()
         with self._batch.changed:
-            passed = self._passed
-            pull_s, push_s = passed.pull_s / max(passed.pulls, 1), passed.push_s / max(passed.pushes, 1)
+            pull_s, push_s = self._passed.pulls.mean_s, self._passed.pushes.mean_s
         return Progress(
             step=step,
             ready_units=counts.ready_units,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from gyre_sdk.trainer.sharing.batch import Batch, Open
 from gyre_sdk.trainer.sharing.book import Refusal, Verdict
 from gyre_sdk.trainer.sharing.link import Link, LinkLost, choose, invite
 from gyre_sdk.trainer.sharing.tensors import fingerprint, summed, trainable
+from gyre_sdk.trainer.sharing.transfers import Transfers
 from gyre_sdk.trainer.sharing.wire import (
     Beat,
     GiveBack,
@@ -42,14 +44,12 @@ _ANSWER_S = 1.0
 _log = logging.getLogger("gyre.trainer")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Passed:
-    """Seconds of transfers that were measured. Guarded by the batch's lock."""
+    """What passed between core and satellites. Guarded by the batch's lock."""
 
-    pulls: int = 0
-    pull_s: float = 0.0
-    pushes: int = 0
-    push_s: float = 0.0
+    pulls: Transfers = field(default_factory=Transfers)
+    pushes: Transfers = field(default_factory=Transfers)
 
 
 class Seat:
@@ -167,20 +167,17 @@ class Seat:
         if found is None:
             self.line.send(Wait())
             return
-        began = time.monotonic()
-        meeting, build = None, None
-        if self._link is None:
-            kind = choose(self._kind, found.model)
-            meeting, build = invite(kind, self.line.here, self._batch.lease_s, self._folder)
-        self.line.send(Pull(found.step, found.version, found.digest, meeting))
-        if build is not None:
-            self._link = build()
-        assert self._link is not None
-        self._link.send(found.weights)
+        with self._measured(self._passed.pulls):
+            meeting, build = None, None
+            if self._link is None:
+                kind = choose(self._kind, found.model)
+                meeting, build = invite(kind, self.line.here, self._batch.lease_s, self._folder)
+            self.line.send(Pull(found.step, found.version, found.digest, meeting))
+            if build is not None:
+                self._link = build()
+            assert self._link is not None
+            self._link.send(found.weights)
         self._open = found
-        with self._batch.changed:
-            self._passed.pulls += 1
-            self._passed.pull_s += time.monotonic() - began
 
     def _enter(self) -> bool:
         self.inside = self.inside or self._admitted()
@@ -238,7 +235,6 @@ class Seat:
         """Receive a gradient into memory of its own."""
         if self._link is None or self._open is None:
             raise LinkLost("it offered before it had weights")
-        began = time.monotonic()
         own = trainable(self._open.model)
         unknown = set(message.names) - set(own)
         if unknown:
@@ -247,11 +243,21 @@ class Seat:
         staged = {
             name: torch.empty(own[name].shape, dtype=summed(own[name].dtype), device=device) for name in message.names
         }
-        self._link.receive(staged, self._renew)
-        with self._batch.changed:
-            self._passed.pushes += 1
-            self._passed.push_s += time.monotonic() - began
+        with self._measured(self._passed.pushes):
+            self._link.receive(staged, self._renew)
         return staged
+
+    @contextmanager
+    def _measured(self, transfers: Transfers) -> Iterator[None]:
+        with self._batch.changed:
+            began = transfers.begin(time.monotonic())
+        whole = False
+        try:
+            yield
+            whole = True
+        finally:
+            with self._batch.changed:
+                transfers.end(began, time.monotonic(), whole=whole)
 
     def _renew(self) -> None:
         self._batch.renew(self.holder)

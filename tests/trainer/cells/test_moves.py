@@ -17,8 +17,9 @@ from training_kit import make_model
 import gyre_sdk as gyre
 from gyre_sdk import ProxySettings
 from gyre_sdk.errors import TrainerError
-from gyre_sdk.events import SwitchMeasured
+from gyre_sdk.events import SwitchFailed, SwitchMeasured
 from gyre_sdk.harness.service import Drained, ServiceClient
+from gyre_sdk.trainer.cells.capacity import Average
 from gyre_sdk.trainer.cells.moves import side_by_side
 
 LONG = 60.0
@@ -120,6 +121,41 @@ def test_one_that_fails_does_not_stop_the_others(behind: tuple[World, Drains], b
     world.hand.stuck = {"cell-2"}
     assert world.tick(-2) == ["serving", "serving", "failed"]
     world.exclusive(set())
+
+
+@pytest.mark.parametrize(
+    ("broken", "way", "phase", "began"),
+    [
+        ("pause", "training", "park", ["drain", "park"]),
+        ("slow", "training", "join", ["drain", "park", "join"]),
+        ("stuck", "serving", "leave", ["leave"]),
+        ("finish_weight_update", "serving", "weights", ["leave", "wake", "weights"]),
+    ],
+)
+def test_a_switch_that_fails_tells_what_its_phases_took(
+    behind: tuple[World, Drains], broken: str, way: str, phase: str, began: list[str]
+) -> None:
+    world, _ = behind
+    world.tick(1 if way == "training" else 2)
+    world.toys.replicas[1].broken.add(broken)
+    {"slow": world.hand.slow, "stuck": world.hand.stuck}.get(broken, set()).add("cell-1")
+    assert world.tick(1 if way == "training" else -1) == ["training", "failed", "serving"]
+    [told] = [event for event in world.toys.events if isinstance(event, SwitchFailed)]
+    assert (told.cell, told.to, told.phase, list(told.phases)) == ("cell-1", way, phase, began)
+    assert all(seconds >= 0 for seconds in told.phases.values())
+
+
+def test_a_pull_is_no_part_of_what_a_switch_costs(behind: tuple[World, Drains]) -> None:
+    """The plan adds it by itself."""
+    world, _ = behind
+    world.hand.join_wait = lambda cell, seconds: not threading.Event().wait(0.1)  # type: ignore[method-assign]
+    world.tick(2)
+    found = Average(0.0)
+    for event in world.toys.events:
+        if isinstance(event, SwitchMeasured):
+            assert (event.phases["join"] >= 0.1) == (event.cell != "cell-0")
+            found = found.after(event.phases["drain"] + event.phases["park"])
+    assert world.manager.costs.to_train.value == pytest.approx(found.value, abs=1e-6)
 
 
 def test_satellites_whose_core_fails_serve_on(behind: tuple[World, Drains]) -> None:

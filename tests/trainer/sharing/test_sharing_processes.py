@@ -251,7 +251,7 @@ def test_weights_that_came_damaged_are_computed_with_by_nobody(pool: Pool) -> No
     with Stage(pool) as stage:
         hand = stage.hand("one", Trouble("pull", "damage"))
         stage.check(Trainer(stage.core, iter(units)), units)
-        assert not stage.own and not hand.heard("refused") and stage.core._passed.pulls == 2
+        assert not stage.own and not hand.heard("refused") and stage.core._passed.pulls.count == 2
 
 
 def test_a_lease_outlives_the_digest_of_a_large_gradient(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
