@@ -167,7 +167,7 @@ class PhaseFailed(TrainerError):
     def __init__(self, phase: str, message: str) -> None:
         super().__init__(f"{phase}: {message}")
         self.phase = phase
-        self.phases: Mapping[str, float] = {}
+        self.phases: dict[str, float] = {}
 
 
 @dataclass(slots=True)
