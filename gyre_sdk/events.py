@@ -132,6 +132,8 @@ class CellMoved(Event, frozen=True, tag=True):
     """Time that it was `before`."""
     reason: str = ""
     """Why, in words: of the plan, or what failed."""
+    standalone: bool = False
+    """It is no cell but a replica beside them, which serves all the time."""
 
 
 class CellsSeen(Event, frozen=True, tag=True):
@@ -148,6 +150,8 @@ class CellsSeen(Event, frozen=True, tag=True):
     """Sealed work that nobody has done yet, cell-seconds."""
     limit: str = ""
     """What bounds the runs of a cell: `settings`, or what was measured to be below, its `cache` or `speed`."""
+    standalone: int = 0
+    """Replicas beside the cells; each carries as much as a serving cell."""
 
 
 class SwitchMeasured(Event, frozen=True, tag=True):
@@ -162,6 +166,8 @@ class SwitchMeasured(Event, frozen=True, tag=True):
     """Requests that ended while it drained."""
     moved: int = 0
     """Requests that went on elsewhere."""
+    starts: dict[str, float] = msgspec.field(default_factory=dict)
+    """Seconds from when it began until each phase began; of older versions nothing."""
 
 
 class SwitchFailed(Event, frozen=True, tag=True):

@@ -78,6 +78,7 @@ def as_object(found: Timeline) -> dict[str, Any]:
             {
                 "cell": cell.name,
                 "state": cell.state,
+                "standalone": cell.standalone,
                 "span_s": cell.span_s,
                 "states": cell.states,
                 "roles": {str(role): seconds for role, seconds in cell.roles.items()},
@@ -127,7 +128,11 @@ def _row(cell: Cell, states: list[str], tokens: int) -> list[str]:
 
 
 def _summary(found: Timeline) -> str:
-    words = f"{counted(len(found.cells), 'cell')} over {duration(found.span_s)}, {counted(len(found.steps), 'step')},"
+    standalone = sum(cell.standalone for cell in found.cells.values())
+    words = counted(len(found.cells) - standalone, "cell")
+    if standalone:
+        words += f" and {counted(standalone, 'standalone replica')}"
+    words += f" over {duration(found.span_s)}, {counted(len(found.steps), 'step')},"
     words += f" {counted(len(found.versions), 'version')}"
     if len(found.trainings) > 1:
         words += f", {len(found.trainings)} trainings, one after the other"

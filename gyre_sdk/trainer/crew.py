@@ -12,10 +12,11 @@ from gyre_sdk.trainer.cells.baselines import decision_of
 from gyre_sdk.trainer.cells.capacity import Counters
 from gyre_sdk.trainer.cells.load import LoadMeter
 from gyre_sdk.trainer.cells.manager import Cell, Manager
+from gyre_sdk.trainer.cells.observe import within_reach
 from gyre_sdk.trainer.cells.rates import RateMeter
 from gyre_sdk.trainer.cells.state import CellState
 from gyre_sdk.trainer.cells.switch import Patience, parking_of
-from gyre_sdk.trainer.children import cell_name, engine_options
+from gyre_sdk.trainer.children import cell_name, engine_options, standalone_names
 from gyre_sdk.trainer.rollouts import Rollouts
 from gyre_sdk.trainer.stack import Stack
 from gyre_sdk.trainer.transports import choose
@@ -26,7 +27,7 @@ class Crew:
     """Context manager: inside it cells go over as the plan says; at its end all serve again.
 
     Args:
-        awaited: gives the groups that the open burst of steps waits for.
+        awaited: gives the groups of the open step and of the steps that follow in its burst, in their order.
     """
 
     def __init__(self, stack: Stack, rollouts: Rollouts, awaited: Callable[[], Sequence[str]]) -> None:
@@ -36,6 +37,7 @@ class Crew:
         self._awaited = awaited
         self._tokens = 0
         self._runs = 0
+        self._sealed = set[str]()
         decide, policy = decision_of(settings)
         slow = max(60.0, 2 * settings.lease_s)  # a satellite's transfers, and the unit that it has in hand
         parking = parking_of(engine_options(stack.config), choose(stack.config))
@@ -62,11 +64,14 @@ class Crew:
         self._stack = stack
         self._alone, stack.on_moved = stack.on_moved, self.manager.moved
         stack.core.check = self.check
-        stack.on_end = self.manager.end
+        stack.on_end = self._end
+        self._standalone = standalone_names(settings)
+        self._began = time.time()
 
     def __enter__(self) -> Self:
         for name, state in self.manager.states().items():  # one that never moves is heard of too
             self._stack.observer(CellMoved(time.time(), name, state, CellState.LOADING, 0.0, "the training begins"))
+        self._tell_standalone(CellState.SERVING, CellState.LOADING, 0.0, "it serves all the time")
         self.manager.start()
         self._rates.start()
         return self
@@ -81,6 +86,17 @@ class Crew:
             if state is CellState.FAILED:  # it serves again once it answers, whoever uses the stack next
                 self._stack.publisher.returned(url, known=False)
 
+    def _end(self) -> None:
+        """Tell that all that serves is told to end."""
+        self.manager.end()
+        seconds = max(0.0, time.time() - self._began)
+        self._tell_standalone(CellState.STOPPED, CellState.SERVING, seconds, "the training ends")
+
+    def _tell_standalone(self, state: CellState, before: CellState, seconds: float, reason: str) -> None:
+        """Tell of the replicas beside the cells."""
+        for name in self._standalone:
+            self._stack.observer(CellMoved(time.time(), name, state, before, seconds, reason, standalone=True))
+
     def check(self) -> None:
         """Raise when a process was given up, or the manager of cells has ended.
 
@@ -92,12 +108,15 @@ class Crew:
 
     def sealed(self, group: SealedGroup, runs: int) -> None:
         """Count what a group's runs gave to training."""
+        self._sealed.add(group.group)
         self._tokens += sum(unit.tokens for unit in group.units)
         self._runs += runs
 
     def counters(self) -> Counters:
         """Return what the manager's observation is made of."""
-        flow, awaited = self._rollouts.flow(), set(self._awaited())
+        groups, rollout = self._awaited(), self._stack.config.rollout
+        flow, awaited = self._rollouts.flow(), set(groups)
+        closed = within_reach(groups, rollout.groups_per_step, flow.open, self._sealed)
         return Counters(
             dispatched=flow.dispatched,
             started=flow.started,
@@ -107,4 +126,5 @@ class Crew:
             awaited_runs=sum(members for group, members in flow.open.items() if group in awaited),
             mean_tokens_per_run=self._tokens / self._runs if self._runs else 0.0,
             longest=flow.longest,
+            closed_runs=len(closed) * rollout.runs_per_group,
         )

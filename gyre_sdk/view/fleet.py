@@ -75,6 +75,8 @@ def _counts(state: State) -> Text:
     seen = state.fleet
     if seen is not None:
         found.append(f"{seen.serving} serving, {seen.training} training, {seen.moving} moving")
+        if seen.standalone:
+            found.append(f", {seen.standalone} standalone")
         limit = f" ({visible(seen.limit, 8)})" if seen.limit not in ("", "settings") else ""
         found.append(f"   runs {seen.water}/{_number(seen.capacity)}{limit}   ready {_number(seen.ready_s)} cell-s")
         found.append(f"   idle {sum(idle_cells(seen).values()):.2g} cells")

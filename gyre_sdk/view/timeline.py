@@ -79,6 +79,8 @@ class Cell:
     """In order."""
     state: str = UNKNOWN
     """The last one."""
+    standalone: bool = False
+    """It is no cell but a replica beside them, which serves all the time."""
     units: int = 0
     tokens: int = 0
     """Targets of its units."""
@@ -136,7 +138,7 @@ class Timeline:
     """All cells of a store, and what they worked on. Lists are in the order of time."""
 
     cells: dict[str, Cell] = field(default_factory=dict)
-    """In the order in which they were first heard of."""
+    """In the order in which they were first heard of, with the replicas beside them."""
     seen: list[CellsSeen] = field(default_factory=list)
     switches: list[SwitchMeasured] = field(default_factory=list)
     commits: list[UnitsCommitted] = field(default_factory=list)
@@ -263,6 +265,7 @@ class _Way:
             self.cell.state, self._reason = event.before, ""
         self._end(event.at)
         self.cell.state, self._reason, self._known = event.state, event.reason, True
+        self.cell.standalone = event.standalone
 
     def close(self, at: float) -> None:
         """End what is open with the training's last event."""
@@ -305,8 +308,12 @@ def unused(seen: CellsSeen) -> float:
 
 
 def idle_cells(seen: CellsSeen) -> dict[str, float]:
-    """Return how many cells had nothing to do at a look, by role: serving without a run for it, training without work."""
-    return {"serving": seen.serving * unused(seen), "training": 0.0 if seen.ready_s else float(seen.training)}
+    """Return how many cells had nothing to do at a look, by role: serving without a run for it, training without work.
+
+    Replicas beside the cells count as serving cells.
+    """
+    serving = seen.serving + seen.standalone
+    return {"serving": serving * unused(seen), "training": 0.0 if seen.ready_s else float(seen.training)}
 
 
 def _seconds(value: float) -> float:

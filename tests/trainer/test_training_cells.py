@@ -86,11 +86,14 @@ def test_cells_share_each_batch(tmp_path: Path) -> None:
     assert {"cell-0", "cell-1"} <= set(trained(seen, tmp_path))
     assert {(row["version"], row["state"]) for row in rows} == {(3, "serving")} and len(rows) == 4
     told = [event for event in seen if isinstance(event, events.CellMoved)]
-    assert [event.cell for event in told[:3]] == ["cell-0", "cell-1", "cell-2"], "one that never moves is heard of too"
-    moved = {event.cell for event in told[3:]}
+    every = ["cell-0", "cell-1", "cell-2", "standalone-0"]
+    assert [event.cell for event in told[:4]] == every, "one that never moves is heard of too"
+    moved = {event.cell for event in told[4:-4]}
     assert moved <= {"cell-0", "cell-1", "cell-2"} and {"cell-0", "cell-1"} <= moved
-    last = [(event.cell, event.before, event.state) for event in told[-3:]]
-    assert last == [(f"cell-{number}", "serving", "stopped") for number in range(3)]
+    last = [(event.cell, event.before, event.state) for event in told[-4:]]
+    assert last == [(name, "serving", "stopped") for name in every]
+    assert {event.cell for event in told if event.standalone} == {"standalone-0"}
+    assert {event.standalone for event in seen if isinstance(event, events.CellsSeen)} == {1}
     sound(tmp_path)
 
 

@@ -63,6 +63,7 @@ EVENTS = st.lists(
             st.dictionaries(st.sampled_from(["drain", "sleep", "load"]), st.one_of(_times, _any)),
             _counts,
             _counts,
+            st.dictionaries(st.sampled_from(["drain", "sleep", "load"]), st.one_of(_times, _any)),
         ),
         st.builds(UnitsCommitted, _times, _cells, _counts, _counts, _counts, st.one_of(_times, _any)),
         st.builds(VersionPublished, _times, _counts, _any),

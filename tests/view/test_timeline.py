@@ -6,6 +6,7 @@ import math
 import struct
 import zlib
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ from cell_events import EVENTS, SMALL, check_trace, moved, seen, told, walks
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gyre_sdk.events import CellMoved, Event, ProcessRestarted, SwitchMeasured, UnitsCommitted
+from gyre_sdk.events import CellMoved, CellsSeen, Event, ProcessRestarted, SwitchMeasured, UnitsCommitted
 from gyre_sdk.trainer.cells.state import CellState
 from gyre_sdk.view.cells import EventsMissed, RecordingStarted, read
 from gyre_sdk.view.drawing import Box, Line, Words
@@ -23,7 +24,7 @@ from gyre_sdk.view.lanes import COLOURS, Lanes, Point, Span, lanes
 from gyre_sdk.view.letters import ADVANCE, HEIGHT, pixels
 from gyre_sdk.view.page import page
 from gyre_sdk.view.raster import png
-from gyre_sdk.view.timeline import ROLES, UNKNOWN, Cell, Role, Timeline, timeline
+from gyre_sdk.view.timeline import ROLES, UNKNOWN, Cell, Role, Timeline, idle_cells, timeline
 from gyre_sdk.view.trace import trace
 
 
@@ -227,20 +228,80 @@ def test_entries_of_newer_versions_and_torn_ones_are_counted(cut):
 # -- the trace -------------------------------------------------------------------------------------------------------
 
 
+def slices(events: list[dict[str, Any]], process: str, thread: str) -> list[dict[str, Any]]:
+    """Return what lies on a thread of a trace."""
+    named = [event for event in events if event["ph"] == "M"]
+    (pid,) = [one["pid"] for one in named if (one["name"], one["args"].get("name")) == ("process_name", process)]
+    (tid,) = [
+        one["tid"]
+        for one in named
+        if (one["name"], one["pid"], one["args"].get("name")) == ("thread_name", pid, thread)
+    ]
+    return [event for event in events if event["ph"] == "X" and event["tid"] == tid]
+
+
+def lie(found: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
+    """Return where slices lie, seconds."""
+    return [(one["name"], one["ts"] / 1e6, (one["ts"] + one["dur"]) / 1e6) for one in found]
+
+
+def test_phases_of_a_switch_lie_where_they_were():
+    """Also those of cells that go over side by side, one of which waits for the other between two phases."""
+    phases, starts = {"drain": 1.0, "park": 1.0, "join": 2.0}, {"drain": 0.0, "park": 5.0, "join": 6.0}
+    events: list[Event] = [
+        seen(0.0, 1),
+        SwitchMeasured(16.0, "core", "training", {"drain": 5.0, "park": 1.0}, starts={"drain": 0.0, "park": 5.0}),
+        SwitchMeasured(18.0, "s1", "training", phases, starts=starts),
+    ]
+    events = check_trace(trace(timeline(events)))
+    assert lie(slices(events, "core", "switches")) == [("to training", 10, 16), ("drain", 10, 15), ("park", 15, 16)]
+    assert lie(slices(events, "s1", "switches")) == [
+        ("to training", 10, 18),
+        ("drain", 10, 11),
+        ("park", 15, 16),
+        ("join", 16, 18),
+    ]
+
+
+def test_phases_that_overlap_lie_on_threads_of_their_own_and_nested_ones_within():
+    phases = {"weights": 6.0, "load": 2.0, "wake": 5.0}
+    starts = {"weights": 0.0, "load": 1.0, "wake": 5.0}
+    events = check_trace(trace(timeline([seen(0.0, 1), SwitchMeasured(20.0, "a", "serving", phases, 0, 0, starts)])))
+    assert lie(slices(events, "a", "switches")) == [("to serving", 10, 20), ("weights", 10, 16), ("load", 11, 13)]
+    assert lie(slices(events, "a", "switches 2")) == [("wake", 15, 20)]
+
+
+def test_a_replica_beside_the_cells_has_a_lane():
+    told = CellMoved(1.0, "standalone-0", "serving", "loading", 0.0, "it serves all the time", standalone=True)
+    look = CellsSeen(1.0, 5, 10.0, 0, 1, 0, 0.0, standalone=1)
+    found = timeline([told, look, seen(9.0, 0)])
+    assert stretches(found.cells["standalone-0"]) == [(1.0, 9.0, "serving")] and found.cells["standalone-0"].standalone
+    assert idle_cells(look) == {"serving": 0.5, "training": 1.0}
+    assert lie(slices(check_trace(trace(found)), "standalone-0", "state")) == [("serving", 0, 8)]
+
+
 def test_the_trace_of_a_small_training():
     events = check_trace(trace(timeline(SMALL)))
     of = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
     assert list(of) == ["fleet", "core", "s1"]
     core = [event for event in events if event["pid"] == of["core"]]
-    states = [event for event in core if event["ph"] == "X" and event["tid"] % 10 == 1]
+    states = slices(events, "core", "state")
     assert [(event["name"], event["ts"], event["dur"]) for event in states[:3]] == [
         ("serving", 0, 10_000_000),
         ("draining", 10_000_000, 2_000_000),
         ("switching", 12_000_000, 3_000_000),
     ]
     assert states[1]["args"]["reason"] == "the burst is complete"
-    switches = [event["name"] for event in core if event["ph"] == "X" and event["tid"] % 10 == 2]
-    assert switches == ["to training", "drain", "sleep", "load", "to serving", "offer", "load"]
+    switches = slices(events, "core", "switches")
+    assert [event["name"] for event in switches] == [
+        "to training",
+        "drain",
+        "sleep",
+        "load",
+        "to serving",
+        "offer",
+        "load",
+    ]
     (units,) = [event for event in core if event["ph"] == "i"]
     assert units["args"] == {"step": 1, "units": 6, "tokens": 600, "seconds": 8.0}
     fleet = [event for event in events if event["pid"] == of["fleet"]]

@@ -223,7 +223,7 @@ class Manager:
             self._told, self._told_at = told, now
             at, capacity = self._clock.time(), seen.carrying * seen.cell_capacity
             cells = (seen.serving, seen.training, seen.moving)
-            self._observer(CellsSeen(at, seen.water, capacity, *cells, seen.ready_s, limit))
+            self._observer(CellsSeen(at, seen.water, capacity, *cells, seen.ready_s, limit, self._standalone))
 
     # -- moving --------------------------------------------------------------------------------------------------------
 

@@ -264,6 +264,12 @@ class Moves:
         with self._noting:
             self._observer(
                 SwitchMeasured(
-                    self._clock.time(), member.cell.name, to, switched.phases, drained.finished, drained.moved
+                    self._clock.time(),
+                    member.cell.name,
+                    to,
+                    switched.phases,
+                    drained.finished,
+                    drained.moved,
+                    switched.starts,
                 )
             )

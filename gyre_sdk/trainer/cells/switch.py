@@ -15,7 +15,7 @@ Where that is dear, vLLM's replicas share them (`engines/kv.py`): the other cell
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -176,7 +176,10 @@ class Switched:
 
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds by phase, in order."""
+    starts: dict[str, float] = field(default_factory=dict)
+    """Seconds from when it began until each phase began."""
     drained: Drained = field(default_factory=Drained)
+    _began: float = field(default_factory=time.monotonic)
 
     @property
     def seconds(self) -> float:
@@ -187,6 +190,7 @@ class Switched:
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase, and name it when it fails."""
         began = time.monotonic()
+        self.starts[name] = began - self._began
         try:
             yield
         except PhaseFailed as error:
@@ -198,6 +202,14 @@ class Switched:
             raise failed from error
         finally:
             self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - began
+
+    def split(self, name: str, parts: Mapping[str, float]) -> None:
+        """Tell a phase from those that it ended with, seconds in order; it keeps what was before them."""
+        self.phases[name] = max(0.0, self.phases[name] - sum(parts.values()))
+        begin = self.starts[name] + self.phases[name]
+        for part, seconds in parts.items():
+            self.phases[part], self.starts[part] = seconds, begin
+            begin += seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,11 +304,9 @@ def to_serving(
         with publisher.replica(cell.url) as replica:
             cell.parking.ready(replica)
 
-    began = time.monotonic()
     with switched.phase("weights"):
         phases = publisher.restore(cell.url, awake=awake, patience=patience.restore_s)
-    switched.phases |= phases
-    switched.phases["weights"] = max(0.0, time.monotonic() - began - sum(phases.values()))
+    switched.split("weights", phases)
     enter(CellEvent.LOADED)
     return switched
 

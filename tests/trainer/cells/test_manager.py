@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,9 @@ def test_cells_leave_core_first_and_return_in_reverse(toys: Toys) -> None:
         ["drain", "park", "join"],
         ["leave", "wake", "weights", "load", "awake", "route"],
     ]
+    for event in measured:
+        lie = sorted((event.starts[name], event.starts[name] + event.phases[name]) for name in event.phases)
+        assert lie[0][0] >= 0 and all(one[1] <= other[0] + 1e-6 for one, other in pairwise(lie)), "one after the other"
     assert world.manager.costs.to_train.measured and world.manager.costs.to_serve.measured
 
 
