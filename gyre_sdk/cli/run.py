@@ -189,7 +189,9 @@ def _service(
         key = os.environ.get(SERVICE_KEY, "")
     if not key:
         raise SettingsError(f"the service's key is not known; set {SERVICE_KEY}, or give --service-key-file")
-    return service.ServiceClient(url, key)
+    client = service.ServiceClient(url, key)
+    client.status()  # what is wrong with the address or the key is said before anything is made
+    return client
 
 
 def _left(launch: Any, client: Any, group: str, runs: int) -> list[int]:

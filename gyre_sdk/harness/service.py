@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx
 import msgspec
@@ -18,6 +18,8 @@ import msgspec
 from gyre_sdk.errors import ServiceError, SettingsError
 from gyre_sdk.harness.limits import Limits
 from gyre_sdk.records import CallStatus, RunStatus
+
+T = TypeVar("T")
 
 
 class OpenedRun(msgspec.Struct, frozen=True):
@@ -97,6 +99,10 @@ class _Refusal(msgspec.Struct, frozen=True):
     error: _Told
 
 
+class _Ended(msgspec.Struct, frozen=True):
+    status: RunStatus
+
+
 class Drained(msgspec.Struct, frozen=True):
     """What came of the requests that a drained replica had."""
 
@@ -110,10 +116,12 @@ _FIELDS = {"seconds": "wall_s", "cost": "cost_usd"}
 """Of `Limits`, where the service has other names."""
 _CUT = 15.0
 """Seconds that the service may take to cut what runs on a replica; it needs half of that where an engine is deaf."""
+_CONNECT = 5.0
+"""Seconds that a connection may take to be made."""
 
 
 class ServiceClient:
-    """Speaks to one recording service; waits `patience` seconds for one that is being restarted.
+    """Speaks to one recording service; waits for one that is being restarted.
 
     Raises (all methods): `ServiceError` when the service cannot be reached or refuses.
     """
@@ -125,9 +133,18 @@ class ServiceClient:
         *,
         timeout: float = 30.0,
         patience: float = 30.0,
+        arrival: float = 2.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Connect when something is asked. `headers`: of every request, beside the key.
+        """Connect when something is asked.
+
+        Args:
+            url: as `gyre serve` printed it.
+            service_key: of its control API.
+            timeout: seconds for an answer.
+            patience: seconds to wait for a service that has answered before, and is away.
+            arrival: seconds to wait for one that has not: at most `patience`. The address may be wrong.
+            headers: of every request, beside the key.
 
         Raises:
             SettingsError: the address or the key cannot be one.
@@ -137,17 +154,23 @@ class ServiceClient:
             raise SettingsError(f"the service's address is {url!r}; write http://HOST:PORT, as `gyre serve` printed it")
         if not service_key:
             raise SettingsError("the service key is empty; give the one in the file `service-key` beside the store")
+        if not (service_key.isascii() and service_key.isprintable()):
+            raise SettingsError("the service key has characters that no key has; give the one that the service has")
         self.url = url.rstrip("/")
         # proxies of the environment neither reach what is near nor may read its key
         self._asks_environment = not self.url.startswith("http://")
-        self._patience = patience
-        self._http = httpx.Client(
-            base_url=f"{self.url}/gyre/v1",
-            headers={**(headers or {}), "authorization": f"Bearer {service_key}"},
-            timeout=timeout,
-            limits=httpx.Limits(max_connections=256, max_keepalive_connections=64),
-            trust_env=self._asks_environment,
-        )
+        self._patience, self._arrival = patience, min(arrival, patience)
+        self._met = False
+        self._timeout = timeout
+        try:
+            self._http = httpx.Client(
+                base_url=f"{self.url}/gyre/v1",
+                headers={**(headers or {}), "authorization": f"Bearer {service_key}"},
+                limits=httpx.Limits(max_connections=256, max_keepalive_connections=64),
+                trust_env=self._asks_environment,
+            )
+        except httpx.InvalidURL as error:
+            raise SettingsError(f"the service's address is {url!r}: {error}; write http://HOST:PORT") from error
         self._model_http: Any = None
         self._making = threading.Lock()
 
@@ -204,7 +227,7 @@ class ServiceClient:
             "limits": _enforced(limits),
             "classifier": classifier,
         }
-        return msgspec.json.decode(self._send("POST", "/runs", body), type=OpenedRun)
+        return self._read(OpenedRun, "POST", "/runs", body)
 
     def open_lane(
         self,
@@ -230,7 +253,7 @@ class ServiceClient:
         body: dict[str, Any] = {"role": role, "name": name, "parent": parent, "takes_over": takes_over}
         if limits is not None:
             body["limits"] = _enforced(limits)
-        return msgspec.json.decode(self._send("POST", f"/runs/{run}/lanes", body), type=OpenedLane)
+        return self._read(OpenedLane, "POST", f"/runs/{run}/lanes", body)
 
     def release_lane(self, run: str, lane: str) -> None:
         """Give the parent's key back to the parent lane."""
@@ -242,24 +265,23 @@ class ServiceClient:
 
     def calls(self, run: str, *, after: int = 0) -> list[MeteredCall]:
         """Return a run's calls with a `seq` above `after`, open ones included."""
-        return msgspec.json.decode(self._send("GET", f"/calls?run={run}&after={after}"), type=_MeteredCalls).calls
+        return self._read(_MeteredCalls, "GET", f"/calls?run={run}&after={after}").calls
 
     def lane_parents(self, run: str) -> dict[str, str | None]:
         """Return each lane of a run with the lane that opened it."""
-        found = msgspec.json.decode(self._send("GET", f"/runs/{run}"), type=_ShownRun)
+        found = self._read(_ShownRun, "GET", f"/runs/{run}")
         return {lane.lane: lane.parent for lane in found.lanes}
 
     def spent_budget(self, run: str, lane: str) -> SpentBudget | None:
         """Return how a lane's own budget ran out; None if it did not."""
-        found = msgspec.json.decode(self._send("GET", f"/runs/{run}"), type=_ShownRun).budgets.get(lane)
+        found = self._read(_ShownRun, "GET", f"/runs/{run}").budgets.get(lane)
         if found is None or found.spent is None or found.limit is None:
             return None
         return SpentBudget(_FIELDS.get(found.limit, found.limit), found.spent)
 
     def close_run(self, run: str, *, seconds: float) -> ClosedRun:
         """Refuse further calls of a run; wait at most `seconds` for those in flight, then abort them."""
-        body = self._send("POST", f"/runs/{run}/close", {"seconds": seconds}, timeout=seconds + 30.0)
-        return msgspec.json.decode(body, type=ClosedRun)
+        return self._read(ClosedRun, "POST", f"/runs/{run}/close", {"seconds": seconds}, timeout=seconds + 30.0)
 
     def end_run(
         self,
@@ -273,12 +295,11 @@ class ServiceClient:
     ) -> RunStatus:
         """Record the run's terminal state; return it: a budget that ran out is how the run ended."""
         body = {"status": status, "reward": reward, "parts": parts, "error": error, "placeholder": placeholder}
-        return RunStatus(msgspec.json.decode(self._send("POST", f"/runs/{run}/end", body))["status"])
+        return self._read(_Ended, "POST", f"/runs/{run}/end", body).status
 
     def status(self) -> dict[str, Any]:
         """Return what the service says of itself: version, replicas, calls in flight."""
-        found: dict[str, Any] = msgspec.json.decode(self._send("GET", "/status"))
-        return found
+        return self._read(dict[str, Any], "GET", "/status")
 
     def answers(self, seconds: float = 1.0) -> bool:
         """Tell whether the service answers within these seconds; ask once."""
@@ -303,18 +324,32 @@ class ServiceClient:
         )
         if response.status_code == 404 and "no_such_replica" in response.text:
             return Drained()
-        return msgspec.json.decode(self._accepted(response, "POST", "/replicas/drain"), type=Drained)
+        return self._read_answer(Drained, response, "POST", "/replicas/drain")
 
-    def _send(self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> bytes:
+    def _read(
+        self, kind: type[T], method: str, path: str, body: dict[str, Any] | None = None, timeout: float | None = None
+    ) -> T:
         content = None if body is None else msgspec.json.encode(body)
-        return self._accepted(self._patiently(method, path, content, timeout), method, path)
+        return self._read_answer(kind, self._patiently(method, path, content, timeout), method, path)
 
-    def _accepted(self, response: httpx.Response, method: str, path: str) -> bytes:
-        if response.status_code >= 400:
+    def _send(self, method: str, path: str, body: dict[str, Any]) -> None:
+        self._read(dict[str, Any], method, path, body)
+
+    def _read_answer(self, kind: type[T], response: httpx.Response, method: str, path: str) -> T:
+        status, refused = response.status_code, None
+        try:
+            if status == 200:
+                return msgspec.json.decode(response.content, type=kind)
+            refused = msgspec.json.decode(response.content, type=_Refusal).error
+        except msgspec.DecodeError as error:
+            said = " ".join(response.text[:200].split())
             raise ServiceError(
-                f"recording service {self.url} refused {method} {path} ({response.status_code}): {_problem(response)}"
-            )
-        return response.content
+                f"what answers {method} {path} at {self.url} is no recording service ({status}: {said!r});"
+                " give the address that `gyre serve` printed"
+            ) from error
+        raise ServiceError(
+            f"recording service {self.url} refused {method} {path} ({status}): {refused.message} ({refused.code})"
+        )
 
     def _patiently(
         self, method: str, path: str, content: bytes | None, timeout: float | None, patience: float | None = None
@@ -324,33 +359,28 @@ class ServiceClient:
         A request that may have arrived is sent again too unless it opens something: closing and ending are
         idempotent, opening is not.
         """
-        give_up = time.monotonic() + (self._patience if patience is None else patience)
+        patience = self._patience if patience is None else patience
+        give_up = time.monotonic() + (patience if self._met else min(patience, self._arrival))
         while True:
             try:
-                return self._http.request(
+                response = self._http.request(
                     method,
                     path,
                     content=content,
                     headers={"content-type": "application/json"},
-                    timeout=httpx.USE_CLIENT_DEFAULT if timeout is None else timeout,
+                    timeout=httpx.Timeout(timeout or self._timeout, connect=_CONNECT),
                 )
+                self._met = True
+                return response
             except httpx.HTTPError as error:
-                repeatable = isinstance(error, httpx.ConnectError) or not path.endswith(("/runs", "/lanes"))
+                unheard = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+                repeatable = unheard or not path.endswith(("/runs", "/lanes"))
                 if not repeatable or time.monotonic() > give_up:
                     raise ServiceError(
                         f"recording service {self.url} did not answer {method} {path}: {type(error).__name__}: {error};"
                         " is `gyre serve` running there?"
                     ) from error
             time.sleep(0.2)
-
-
-def _problem(response: httpx.Response) -> str:
-    """Return what a refusal says, its code behind it."""
-    try:
-        refused = msgspec.json.decode(response.content, type=_Refusal).error
-    except msgspec.DecodeError:
-        return response.text[:300]
-    return f"{refused.message} ({refused.code})"
 
 
 def _enforced(limits: Limits) -> dict[str, Any]:

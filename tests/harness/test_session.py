@@ -9,11 +9,14 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
+import msgspec
 import openai
 import pytest
 from proxy_engine import Finish, ScriptedEngine, Tokens, Wait
@@ -311,9 +314,53 @@ def test_no_service_is_a_clear_error() -> None:
         pass
     with pytest.raises(ServiceError, match=r"127\.0\.0\.1:9.*gyre serve"):
         with gyre.session(
-            a_task(), service=gyre.ServiceClient("http://127.0.0.1:9", "k", patience=0.1), workspace="local"
+            a_task(),
+            service=gyre.ServiceClient("http://127.0.0.1:9", "k", patience=3600.0, arrival=0.1),
+            workspace="local",
         ):
             pass
+
+
+@pytest.mark.parametrize(
+    ("body", "content"), [(b"<html>Welcome</html>", "text/html"), (b'{"detail":"Not Found"}', "application/json")]
+)
+@pytest.mark.parametrize("status", [200, 404, 302])
+def test_something_else_at_the_services_address_is_told_of(status: int, body: bytes, content: str) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            self.send_header("Content-Type", content)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with gyre.ServiceClient(url, "k") as client, pytest.raises(ServiceError) as caught:
+            client.open_run(
+                task="t", group=None, member=0, owner="", split="train", metadata={}, dispatch_version=None,
+                limits=gyre.Limits(),
+            )  # fmt: skip
+        server.shutdown()
+    assert f"{url} is no recording service ({status}: " in str(caught.value)
+    assert "give the address that `gyre serve` printed" in str(caught.value)
+
+
+def test_a_service_that_was_there_is_waited_for(model: Path, tmp_path: Path) -> None:
+    settings = gyre.ProxySettings(store=tmp_path / "s.db", model=model, service_key="known")
+    with gyre.serve(settings) as service:
+        client = gyre.ServiceClient(service.url, "known", arrival=0.0)
+        assert client.status()["runs_open"] == 0
+    with ThreadPoolExecutor(1) as pool, client:
+        asked = pool.submit(client.status)
+        port = int(service.url.rpartition(":")[2])
+        with gyre.serve(msgspec.structs.replace(settings, port=port)):
+            assert asked.result(30)["runs_open"] == 0
 
 
 @pytest.mark.parametrize(
@@ -321,6 +368,9 @@ def test_no_service_is_a_clear_error() -> None:
     [
         ("127.0.0.1:8700", "k", "address is '127.0.0.1:8700'; write http://HOST:PORT"),
         ("http://127.0.0.1:8700", "\n", "service key is empty; give the one in the file `service-key`"),
+        ("http://127.0.0.1:port", "k", "address is 'http://127.0.0.1:port': Invalid port"),
+        ("http://127.0.0.1:8700", "clé", "characters that no key has"),
+        ("http://127.0.0.1:8700", "a\nb", "characters that no key has"),
     ],
 )
 def test_what_cannot_be_a_service_is_said_before_it_is_asked(url: str, key: str, said: str) -> None:

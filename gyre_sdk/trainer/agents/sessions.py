@@ -27,6 +27,8 @@ from gyre_sdk.trainer.tasks import load_agent, load_tasks
 
 _AT_ONCE = 8
 """Runs that are ended at a time when all are."""
+_AWAY = 30.0
+"""Seconds to wait for the service when it is met: it may be starting again just then."""
 _STOP = 3.0
 """Seconds that the service may be away then."""
 
@@ -66,7 +68,9 @@ class Sessions:
     def serve(self, url: str, key: str) -> None:
         """Have runs from now on recorded there."""
         if self._service_at != (url, key):
-            self._service = ServiceClient(url, key)  # the one before is that of the runs that began with it
+            self._service = ServiceClient(
+                url, key, arrival=_AWAY
+            )  # the one before is that of the runs that began with it
             self._service_at = (url, key)
 
     def know(self, key: str, task: bytes) -> None:
