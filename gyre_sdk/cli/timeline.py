@@ -93,6 +93,9 @@ def as_object(found: Timeline) -> dict[str, Any]:
             for cell in found.cells.values()
         ],
         "switches": found.costs,
+        "failed_switches": [
+            {"cell": one.cell, "to": one.to, "phase": one.phase, "phases": one.phases} for one in found.failures
+        ],
         "steps": len(found.steps),
         "versions": [version.version for version in found.versions],
         "missed": found.missed,
@@ -136,6 +139,8 @@ def _summary(found: Timeline) -> str:
     words += f" {counted(len(found.versions), 'version')}"
     if len(found.trainings) > 1:
         words += f", {len(found.trainings)} trainings, one after the other"
+    if found.failures:
+        words += f"; {counted(len(found.failures), 'switch', 'switches')} failed"
     if found.missed:
         words += f"; not recorded: {counted(found.missed, 'event')}"
     if found.unknown:

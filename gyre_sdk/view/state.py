@@ -19,6 +19,7 @@ from gyre_sdk.events import (
     RunStarted,
     StepSkipped,
     StepTaken,
+    SwitchFailed,
     SwitchMeasured,
     ToolRan,
     UnitsCommitted,
@@ -222,6 +223,8 @@ class State:
                 self.fleet = event
             case CellMoved() | UnitsCommitted() | SwitchMeasured():
                 self._of_cell(event)
+            case SwitchFailed():
+                pass  # the cell says itself that it failed
             case _:
                 self.unknown += 1
 

@@ -18,7 +18,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from gyre_sdk.events import CellMoved, CellsSeen, Event, StepTaken, SwitchMeasured, UnitsCommitted, VersionPublished
+from gyre_sdk.events import (
+    CellMoved,
+    CellsSeen,
+    Event,
+    StepTaken,
+    SwitchFailed,
+    SwitchMeasured,
+    UnitsCommitted,
+    VersionPublished,
+)
 from gyre_sdk.view.cells import EventsMissed, RecordingStarted
 
 UNKNOWN = "unknown"
@@ -141,6 +150,8 @@ class Timeline:
     """In the order in which they were first heard of, with the replicas beside them."""
     seen: list[CellsSeen] = field(default_factory=list)
     switches: list[SwitchMeasured] = field(default_factory=list)
+    failures: list[SwitchFailed] = field(default_factory=list)
+    """Switches that failed; they count in no cost."""
     commits: list[UnitsCommitted] = field(default_factory=list)
     versions: list[VersionPublished] = field(default_factory=list)
     steps: list[StepTaken] = field(default_factory=list)
@@ -215,6 +226,9 @@ def _fold(found: Timeline, training: list[Event]) -> None:
             case SwitchMeasured():
                 _way(found, ways, event.cell, event.at, floor).cell.switches += 1
                 found.switches.append(event)
+            case SwitchFailed():
+                _way(found, ways, event.cell, event.at, floor)
+                found.failures.append(event)
             case CellsSeen():
                 found.seen.append(event)
             case VersionPublished():

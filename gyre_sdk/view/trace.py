@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gyre_sdk.events import SwitchMeasured, UnitsCommitted
+from gyre_sdk.events import SwitchFailed, SwitchMeasured, UnitsCommitted
 from gyre_sdk.view.timeline import Cell, Role, Timeline, idle_cells
 
 _FLEET = 1
@@ -48,10 +48,11 @@ class _Writer:
         self._threads: dict[tuple[int, str], int] = {}
         """(process, name) -> number, unique in the file."""
         self._commits: dict[str, list[UnitsCommitted]] = {}
-        self._switched: dict[str, list[SwitchMeasured]] = {}
+        self._switched: dict[str, list[SwitchMeasured | SwitchFailed]] = {}
         for commit in found.commits:
             self._commits.setdefault(commit.cell, []).append(commit)
-        for switch in found.switches:
+        switches: list[SwitchMeasured | SwitchFailed] = [*found.switches, *found.failures]
+        for switch in switches:
             self._switched.setdefault(switch.cell, []).append(switch)
 
     def names(self) -> Iterator[dict[str, Any]]:
@@ -148,18 +149,24 @@ class _Slice(NamedTuple):
     args: dict[str, Any]
 
 
-def _laid(switch: SwitchMeasured) -> Iterator[_Slice]:
+def _laid(switch: SwitchMeasured | SwitchFailed) -> Iterator[_Slice]:
     """Yield a switch, which ends where it was measured, and its phases.
 
     Where it was not recorded when they began, they are laid before the end, one after the other.
     """
     phases = {name: seconds for name, seconds in switch.phases.items() if 0 < seconds <= _LONGEST}
-    starts = {name: switch.starts.get(name, inf) for name in phases}
+    args: dict[str, Any] = {"phases": switch.phases}
+    if isinstance(switch, SwitchFailed):
+        name, known = f"to {switch.to}, failed", {}
+        args["failed in"] = switch.phase
+    else:
+        name, known = f"to {switch.to}", switch.starts
+        args |= {"finished": switch.finished, "moved": switch.moved}
+    starts = {phase: known.get(phase, inf) for phase in phases}
     if not all(abs(start) <= _LONGEST for start in starts.values()):
         starts = dict(zip(phases, accumulate(phases.values(), initial=0.0), strict=False))
-    begin = switch.at - max((starts[name] + seconds for name, seconds in phases.items()), default=0.0)
-    args = {"phases": switch.phases, "finished": switch.finished, "moved": switch.moved}
-    yield _Slice(begin + min(starts.values(), default=0.0), switch.at, f"to {switch.to}", args)
-    for name, seconds in phases.items():
-        stop = begin + starts[name] + seconds
-        yield _Slice(begin + starts[name], stop, name, {"seconds": seconds})
+    begin = switch.at - max((starts[phase] + seconds for phase, seconds in phases.items()), default=0.0)
+    yield _Slice(begin + min(starts.values(), default=0.0), switch.at, name, args)
+    for phase, seconds in phases.items():
+        stop = begin + starts[phase] + seconds
+        yield _Slice(begin + starts[phase], stop, phase, {"seconds": seconds})

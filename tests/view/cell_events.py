@@ -9,7 +9,16 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from gyre_sdk.events import CellMoved, CellsSeen, Event, StepTaken, SwitchMeasured, UnitsCommitted, VersionPublished
+from gyre_sdk.events import (
+    CellMoved,
+    CellsSeen,
+    Event,
+    StepTaken,
+    SwitchFailed,
+    SwitchMeasured,
+    UnitsCommitted,
+    VersionPublished,
+)
 from gyre_sdk.trainer.cells.state import TRANSITIONS, CellState
 from gyre_sdk.view.cells import EventsMissed, RecordingStarted
 
@@ -65,6 +74,7 @@ EVENTS = st.lists(
             _counts,
             st.dictionaries(st.sampled_from(["drain", "sleep", "load"]), st.one_of(_times, _any)),
         ),
+        st.builds(SwitchFailed, _times, _cells, st.just("training"), st.just("drain"), st.dictionaries(_cells, _any)),
         st.builds(UnitsCommitted, _times, _cells, _counts, _counts, _counts, st.one_of(_times, _any)),
         st.builds(VersionPublished, _times, _counts, _any),
         st.builds(step, _times, _counts),

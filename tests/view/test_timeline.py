@@ -15,7 +15,7 @@ from cell_events import EVENTS, SMALL, check_trace, moved, seen, told, walks
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gyre_sdk.events import CellMoved, CellsSeen, Event, ProcessRestarted, SwitchMeasured, UnitsCommitted
+from gyre_sdk.events import CellMoved, CellsSeen, Event, ProcessRestarted, SwitchFailed, SwitchMeasured, UnitsCommitted
 from gyre_sdk.trainer.cells.state import CellState
 from gyre_sdk.view.cells import EventsMissed, RecordingStarted, read
 from gyre_sdk.view.drawing import Box, Line, Words
@@ -261,6 +261,15 @@ def test_phases_of_a_switch_lie_where_they_were():
         ("park", 15, 16),
         ("join", 16, 18),
     ]
+
+
+def test_a_switch_that_failed_is_drawn_and_costs_nothing():
+    failed = SwitchFailed(9.0, "a", "training", "park", {"drain": 2.0, "park": 1.0})
+    found = timeline([moved(9.0, "a", "switching", "failed", 9.0), failed, seen(12.0, 0)])
+    assert (found.unknown, found.costs, found.failures) == (0, {}, [failed])
+    switch, *phases = slices(check_trace(trace(found)), "a", "switches")
+    assert (switch["name"], switch["args"]["failed in"]) == ("to training, failed", "park")
+    assert [one["name"] for one in phases] == ["drain", "park"]
 
 
 def test_phases_that_overlap_lie_on_threads_of_their_own_and_nested_ones_within():
