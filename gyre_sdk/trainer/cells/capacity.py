@@ -34,6 +34,8 @@ class Counters:
     """Targets that a run gives to training; 0 before the first was sealed."""
     longest: float = 0.0
     """Seconds that the longest of all runs that ended took, also where it is none of the latest."""
+    closed_runs: int = 0
+    """Runs of the open burst whose groups have closed and are not sealed: their step is the next, or is about to seal them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Container, Sequence
 
 from gyre_sdk.trainer.cells.capacity import Costs, Counters, rollout_left
 from gyre_sdk.trainer.cells.plan import Observation
 from gyre_sdk.trainer.cells.state import CellState
 from gyre_sdk.trainer.cells.training_side import Progress
 
-__all__ = ["observed"]
+__all__ = ["observed", "within_reach"]
 
 _MOVING = (CellState.DRAINING, CellState.SWITCHING, CellState.LOADING)
 _TOKENS_PER_SECOND = 1000.0
@@ -28,7 +28,8 @@ def observed(
     """Return the plan's observation.
 
     Work is counted in tokens and told in cell-seconds, at the mean measured speed of a cell. Of the open burst, units that
-    somebody computes count as ready: they are not done. Cells that failed count nowhere.
+    somebody computes count as ready: they are not done. So do closed groups that a later step will take: cells that went
+    back while the core steps would be wanted again a moment later. Cells that failed count nowhere.
 
     Args:
         capacity: runs that one serving cell carries.
@@ -38,7 +39,8 @@ def observed(
     speed = sum(speeds) / len(speeds) if speeds else _TOKENS_PER_SECOND
     serving = sum(state is CellState.SERVING for state in states)
     ended = counters.durations
-    awaited = counters.awaited_runs * max(1.0, counters.mean_tokens_per_run)
+    per_run = max(1.0, counters.mean_tokens_per_run)
+    ready = progress.ready_tokens + progress.leased_tokens + counters.closed_runs * per_run
     return Observation(
         serving=serving,
         training=sum(state is CellState.TRAINING for state in states),
@@ -47,8 +49,8 @@ def observed(
         started=counters.started,
         finished=counters.finished,
         cell_capacity=capacity,
-        ready_s=(progress.ready_tokens + progress.leased_tokens) / speed,
-        awaited_s=awaited / speed,
+        ready_s=ready / speed,
+        awaited_s=counters.awaited_runs * per_run / speed,
         rollout_left_s=rollout_left(
             min(counters.live_ages, default=None),
             max(counters.longest, *ended) if ended else None,
@@ -61,3 +63,22 @@ def observed(
         join_s=costs.join.value,
         standalone=standalone,
     )
+
+
+def within_reach(
+    groups: Sequence[str], per_step: int, running: Container[str], sealed: Container[str]
+) -> Sequence[str]:
+    """Return the groups that have closed and can be trained on with no run to wait for, but for those that are sealed.
+
+    Steps take groups in the order of their plan: what lies beyond a step with a group that still runs is out of reach.
+
+    Args:
+        groups: of steps, in their order.
+    """
+    found: list[str] = []
+    for first in range(0, len(groups), per_step):
+        step = groups[first : first + per_step]
+        found += [group for group in step if group not in running and group not in sealed]
+        if any(group in running for group in step):
+            break
+    return found

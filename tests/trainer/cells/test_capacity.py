@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gyre_sdk.trainer.cells.capacity import Average, Capacity, Costs, Counters, Limit, Load, carried, rollout_left
-from gyre_sdk.trainer.cells.observe import observed
+from gyre_sdk.trainer.cells.observe import observed, within_reach
 from gyre_sdk.trainer.cells.plan import Policy, plan
 from gyre_sdk.trainer.cells.state import CellState
 
@@ -100,6 +100,28 @@ def test_an_observation_of_a_fleet() -> None:
     assert observed(states, all_begun, batch, Costs(), capacity=4).rollout_left_s == 8, "the youngest is 2 s old"
     longer = replace(all_begun, longest=60.0)
     assert observed(states, longer, batch, Costs(), capacity=4).rollout_left_s == 58, "also of a run long ago"
+
+
+def test_cells_stay_between_two_steps_of_a_burst() -> None:
+    """The core steps, so that no unit is there: groups of the next step have closed, of a later one runs go on for long."""
+    states = [CellState.TRAINING, CellState.TRAINING, CellState.SERVING]
+    counters = Counters(24, 20, 16, [1.0] * 4, [500.0] * 16, 8, 1000.0)
+    between = Batch(step=0, tokens_per_second={"cell-0": 100.0})
+    closed = observed(states, replace(counters, closed_runs=8), between, Costs(), capacity=8)
+    assert closed.ready_s == 80.0 and closed.awaited_s == 80.0
+    assert plan(closed, Policy()) == ()
+    (action,) = plan(observed(states, counters, between, Costs(), capacity=8), Policy())
+    assert (action.move, action.cells) == ("to_serving", 2), "nothing but runs to wait for"
+
+
+def test_closed_groups_are_within_reach_as_far_as_no_run_is_waited_for() -> None:
+    groups = ["a", "b", "c", "d", "e", "f"]
+    assert within_reach(groups, 2, (), ()) == groups
+    assert within_reach(groups, 2, (), ("a", "b")) == ["c", "d", "e", "f"], "the open step is sealed"
+    assert within_reach(groups, 2, ("b",), ("a",)) == [], "the open step waits for one"
+    assert within_reach(groups, 2, ("b",), ()) == ["a"]
+    assert within_reach(groups, 2, ("d",), ("a", "b")) == ["c"], "what streams in the next"
+    assert within_reach([], 2, (), ()) == []
 
 
 def test_a_burst_without_a_measured_run_is_not_complete() -> None:

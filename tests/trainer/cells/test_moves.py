@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cells_kit import Toys, counted, moves
@@ -16,7 +17,7 @@ from training_kit import make_model
 
 import gyre_sdk as gyre
 from gyre_sdk import ProxySettings
-from gyre_sdk.errors import TrainerError
+from gyre_sdk.errors import ServiceError, TrainerError
 from gyre_sdk.events import SwitchFailed, SwitchMeasured
 from gyre_sdk.harness.service import Drained, ServiceClient
 from gyre_sdk.trainer.cells.capacity import Average
@@ -29,8 +30,17 @@ class Drains(ServiceClient):
     """A client of a real proxy; `draining` is called when a replica has drained, before who asked for it knows."""
 
     draining: Callable[[str], object] = staticmethod(lambda url: None)
+    deaf: str = ""
+    """What the proxy does not hear: `drain` or `table`."""
+
+    def set_replicas(self, replicas: list[dict[str, Any]]) -> None:
+        if self.deaf == "table":
+            raise ServiceError("the proxy died a moment ago")
+        super().set_replicas(replicas)
 
     def drain(self, url: str, *, seconds: float) -> Drained:
+        if self.deaf == "drain":
+            raise ServiceError("the proxy died a moment ago")
         found = super().drain(url, seconds=seconds)
         self.draining(url)
         return found
@@ -64,7 +74,7 @@ def routed(folder: Path, proxy: Drains) -> Iterator[World]:
         toys.publisher.start()
         yield World(toys)
     finally:
-        proxy.draining = lambda url: None
+        proxy.draining, proxy.deaf = lambda url: None, ""
         toys.close()
 
 
@@ -143,6 +153,26 @@ def test_a_switch_that_fails_tells_what_its_phases_took(
     [told] = [event for event in world.toys.events if isinstance(event, SwitchFailed)]
     assert (told.cell, told.to, told.phase, list(told.phases)) == ("cell-1", way, phase, began)
     assert all(seconds >= 0 for seconds in told.phases.values())
+
+
+@pytest.mark.parametrize(
+    ("deaf", "moved", "why"), [("drain", 1, "drain: PublishError"), ("table", -1, "weights: PublishError")]
+)
+def test_a_cell_whose_switch_the_proxy_does_not_hear_of_is_in_no_role_until_it_does(
+    behind: tuple[World, Drains], deaf: str, moved: int, why: str
+) -> None:
+    world, proxy = behind
+    world.tick(1 if moved > 0 else 2)
+    proxy.deaf = deaf
+    assert world.tick(moved) == ["training", "failed", "serving"]
+    assert moves(world.toys.events, "cell-1")[-1][1].startswith(why)
+    world.check()
+    world.tick(seconds=60)
+    world.exclusive(set())
+    proxy.deaf = ""
+    assert world.tick(seconds=60) == ["training", "serving", "serving"]
+    world.check()
+    assert proxy.table == {toy.url for toy in world.toys.replicas[1:]}
 
 
 def test_a_pull_is_no_part_of_what_a_switch_costs(behind: tuple[World, Drains]) -> None:
