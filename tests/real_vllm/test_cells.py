@@ -1,71 +1,62 @@
-"""Two cells of real vLLM (its CPU build): agents across forced role switches, and weights that come while a cell trains."""
+"""Two cells of real vLLM (its CPU build) that share keys and values: a training, agents across forced role switches, and
+weights that come while a cell trains."""
 
 from __future__ import annotations
 
-import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from trainer.cells.cells_kit import Fleet, Forced, Hand, check_calls, converse_all, fleet, moves, until, weights
-from training_kit import make_model
+from long_calls import LONG, long_call, metric
+from trainer.cells.cells_kit import Fleet, Forced, Hand, check_calls, converse_all, moves, until, weights
+from training_kit import CONFIG, make_training
 from vllm_environment import VLLM_PYTHON, environment
 
-import gyre_sdk as gyre
+from gyre_sdk.events import Event, SwitchMeasured
 from gyre_sdk.journal import Journal
-from gyre_sdk.records import CallRecord
 from gyre_sdk.trainer.cells.rates import cache_tokens
-from gyre_sdk.trainer.config import EngineConfig
-from gyre_sdk.trainer.engines import kv, vllm
-from gyre_sdk.trainer.engines.kv import KvConfig
-from gyre_sdk.trainer.processes import ChildSpec
+from gyre_sdk.trainer.config import load_config
+from gyre_sdk.trainer.stack import Stack
+from gyre_sdk.trainer.training import train
 from gyre_sdk.trainer.transports import Replica
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 RUNS, CALLS, TOKENS, SWITCHES = 4, 6, 16, 4
-LONG, BLOCK, FILE, FILES = 600, 32, 64, 4
-"""Tokens that a long call samples, a block of the cache holds, a file holds; files of a long prompt, at least."""
+BLOCK, FILE, FILES = 32, 64, 4
+"""Tokens that a block of the cache holds, a file holds; files of a long prompt, at least."""
 SHAPE = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.2}
 """vLLM's CPU kernels want heads of 32; weights large enough that no two tokens are about equally likely."""
-ENGINE = EngineConfig(
-    kind="vllm",
-    python=VLLM_PYTHON,
-    max_batch=16,
-    options=["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--block-size", str(BLOCK)],
-    kv=KvConfig(memory_gib=1 / 16, blocks_per_chunk=FILE // BLOCK),
-)
+SETTINGS = f"""
+[agent.options]
+max_tokens = 64
+[cells]
+count = 2
+hysteresis = 0.0
+drain_s = 0.2
+[engine]
+kind = "vllm"
+python = "{VLLM_PYTHON}"
+max_batch = 16
+options = ["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--block-size", "{BLOCK}"]
+[engine.kv]
+memory_gib = 0.0625
+blocks_per_chunk = {FILE // BLOCK}
+"""
+TOLERANCE = 2e-4
+"""Nats between vLLM's kernels and transformers'."""
 
 
-def long_call(served: Fleet, number: int) -> CallRecord:
-    """Make a greedy call with a long prompt of its own; return what is on record of it."""
-    words = " ".join(map(str, range(1000 * number, 1000 * number + 60)))
-    task = gyre.Task(name="long", instruction=words, scorer=lambda workspace: 1.0)
-    with gyre.session(task, service=served.service, workspace="local") as agent:
-        agent.openai().chat.completions.create(
-            model="policy",
-            messages=[{"role": "user", "content": task.instruction}],
-            max_tokens=LONG,
-            temperature=0.0,
-            extra_body={"ignore_eos": True},
-        )
-    with Journal(served.store, "r") as journal:
-        return next(iter(journal.calls(agent.result.run)))
-
-
-def metric(url: str, name: str) -> float:
-    """Return the sum of a metric."""
-    page = httpx.get(f"{url}/metrics", trust_env=False).text
-    return sum(float(line.split()[-1]) for line in page.splitlines() if re.match(rf"vllm:{name}[{{ ]", line))
-
-
-def written(served: Fleet) -> int:
+def written(served: Trained) -> int:
     """Return how many files there are of the version that is served."""
-    layouts = (served.store.parent / "kv").glob("*")
-    return sum(len(list((one / str(served.publisher.current.version)).rglob("*.bin"))) for one in layouts)
+    version = str(served.publisher.current.version)
+    return sum(len(list((layout / version).rglob("*.bin"))) for layout in served.keys.glob("*"))
 
 
 def sampled(url: str, ids: list[int], count: int, salt: str) -> list[int]:
@@ -77,38 +68,56 @@ def sampled(url: str, ids: list[int], count: int, salt: str) -> list[int]:
     return list(answer.json()["choices"][0]["token_ids"])
 
 
+class Trained(Fleet):
+    """The processes of a training on two cells that share keys and values, once it has ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self.events: list[Event] = []
+        config = load_config(make_training(folder, CONFIG + SETTINGS, **SHAPE), ["rollout.staleness=0"])
+        self.model, self.store = config.policy.model, config.store.path
+        self.stack = Stack(config, self.events.append, base=folder)
+        self.stack.__enter__()
+        try:
+            self.report = train(config, stack=self.stack)
+        except BaseException:
+            self.close()
+            raise
+        self.told = list(self.events)
+        """What it told."""
+        assert self.stack._keys is not None
+        self.keys = self.stack._keys
+        self.publisher, self.service = self.stack.publisher, self.stack.service
+        self.urls, self.launched = self.stack.replicas, self.stack.cells
+
+    def close(self) -> None:
+        self.stack.__exit__(None, None, None)
+
+
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    folder = tmp_path_factory.mktemp("cells")
-    make_model(folder / "model", **SHAPE)
-
-    def replica(found: Fleet, number: int) -> ChildSpec:
-        return ChildSpec(
-            f"cell-{number}-replica",
-            lambda port: vllm.command(ENGINE, found.publisher.current, port, transport="file", shared=folder / "kv"),
-            "/health",
-            folder / f"cell-{number}.log",
-            python=VLLM_PYTHON,
-            environment={
-                **vllm.ENVIRONMENT,
-                **kv.environment(ENGINE.kv),
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            },
-            patience=600.0,
-            on_death=found.publisher.lost,
-            on_ready=found.publisher.returned,
-        )
-
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment().items():
+        for name, value in {**environment(), "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}.items():
             patch.setenv(name, value)
-        with fleet(folder, folder / "model", 2, replica) as found:
-            yield found
+        found = Trained(tmp_path_factory.mktemp("cells"))
+        yield found
+        found.close()
 
 
-def test_agents_do_not_notice_switches_of_vllm(served: Fleet) -> None:
+def test_a_training_on_cells_that_share_keys(served: Trained) -> None:
+    """What they sampled is what the trainer computes; keys were written, and the store is sound."""
+    report, told = served.report, served.told
+    assert (report.steps, report.skipped, report.version) == (3, 0, 3)
+    assert report.metrics["sampling/sampling_logp_difference/max"] < TOLERANCE
+    assert "training" in {event.to for event in told if isinstance(event, SwitchMeasured)}
+    assert any(served.keys.rglob("*.bin"))
+    done = subprocess.run([sys.executable, "-m", "gyre_sdk.cli", "fsck", str(served.store)], capture_output=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_agents_do_not_notice_switches_of_vllm(served: Trained) -> None:
     """The core goes to training and back while agents run; answers are those of a quiet fleet, byte for byte."""
+    served.events.clear()
+    version = served.publisher.current.version
     quiet = converse_all(served.service, RUNS, CALLS, TOKENS)
     enough = threading.Event()
     watching = threading.Thread(
@@ -124,12 +133,12 @@ def test_agents_do_not_notice_switches_of_vllm(served: Fleet) -> None:
         found = converse_all(served.service, RUNS, CALLS, TOKENS, before)
         watching.join()
     assert [said for _, said in found] == [said for _, said in quiet]
-    check_calls(served.store, [run for run, _ in [*quiet, *found]], CALLS, TOKENS, {0})
+    check_calls(served.store, [run for run, _ in [*quiet, *found]], CALLS, TOKENS, {version})
     assert not [state for state, _ in moves(served.events, "cell-0") if state == "failed"]
     assert len(moves(served.events, "cell-0")) >= 5 * SWITCHES / 2
 
 
-def test_vllm_that_slept_serves_what_was_published_meanwhile(served: Fleet) -> None:
+def test_vllm_that_slept_serves_what_was_published_meanwhile(served: Trained) -> None:
     """Its keys and values of before are gone with the weights: the answer is that of the version on record."""
     policy: dict[str, Any] = weights(served)
     cell = served.cells()[0]
@@ -155,7 +164,7 @@ def test_vllm_that_slept_serves_what_was_published_meanwhile(served: Fleet) -> N
     check_calls(served.store, [run, again], 2, TOKENS, {version})
 
 
-def test_a_call_that_is_cut_finds_its_prefix_at_the_other_cell(served: Fleet) -> None:
+def test_a_call_that_is_cut_finds_its_prefix_at_the_other_cell(served: Trained) -> None:
     """Its cell goes to training: the other takes its keys from the folder, and goes on as a quiet cell would."""
     policy, (one, other) = weights(served), served.urls
     served.publisher.publish(policy, step=2)
@@ -165,13 +174,13 @@ def test_a_call_that_is_cut_finds_its_prefix_at_the_other_cell(served: Fleet) ->
             served.publisher.withdraw(other, 0.0)
             begun = metric(one, "generation_tokens_total")
             files = written(served)
-            running = pool.submit(long_call, served, number)
+            running = pool.submit(long_call, served.service, served.store, number)
             until(lambda begun=begun: metric(one, "generation_tokens_total") > begun, "the core's cell has the call")
             until(lambda files=files: written(served) >= files + FILES, "what it was asked is in the folder")
             served.publisher.restore(other)
             forced = Forced([1], live=lambda running=running: not running.done())
             with served.manager(served.cells(), Hand("cell-1"), decide=forced):
-                call = running.result(120)
+                call = running.result(300)
             with Journal(served.store, "r") as journal:
                 attempts = journal.attempts(call.call)
             if len(attempts) > 1:
@@ -181,12 +190,12 @@ def test_a_call_that_is_cut_finds_its_prefix_at_the_other_cell(served: Fleet) ->
     assert found >= FILES * FILE
     served.publisher.publish(policy, step=3)  # the same weights as another version: nothing of the old one is found
     hits = [metric(url, "external_prefix_cache_hits_total") for url in served.urls]
-    quiet = long_call(served, number)
+    quiet = long_call(served.service, served.store, number)
     assert quiet.prompt_ids == call.prompt_ids and quiet.sampled_ids == call.sampled_ids
     assert [metric(url, "external_prefix_cache_hits_total") for url in served.urls] == hits
 
 
-def test_keys_of_older_weights_are_never_used(served: Fleet) -> None:
+def test_keys_of_older_weights_are_never_used(served: Trained) -> None:
     """Not by a request that brings the salt of an older version, nor by a call that was under way when weights changed."""
     policy = weights(served)
     changed = {name: tensor * 1.5 if "down_proj" in name else tensor for name, tensor in policy.items()}
@@ -201,13 +210,13 @@ def test_keys_of_older_weights_are_never_used(served: Fleet) -> None:
     with ThreadPoolExecutor(1) as pool:
         for number in range(100, 120):
             begun = sum(metric(url, "generation_tokens_total") for url in served.urls)
-            running = pool.submit(long_call, served, number)
+            running = pool.submit(long_call, served.service, served.store, number)
             until(
                 lambda begun=begun: sum(metric(url, "generation_tokens_total") for url in served.urls) > begun,
                 "it is under way",
             )
             version = served.publisher.publish(policy if number % 2 else changed, step=number)
-            call = running.result(120)
+            call = running.result(300)
             if len(call.versions) > 1:
                 break
     if number % 2:
