@@ -18,7 +18,7 @@ HEADER = "X-Gyre-Term"
 REFUSED = "refused: "
 """How messages begin that say that trying again does not help."""
 _TRAININGS = 1000
-"""Trainings whose newest term is remembered."""
+"""Trainings whose newest term is remembered: those heard last."""
 
 
 class Term(NamedTuple):
@@ -64,7 +64,8 @@ class Steering:
                 code="old_term",
                 param=HEADER,
             )
-        if training not in self._newest and len(self._newest) >= _TRAININGS:
+        self._newest.pop(training, None)  # who was heard last is forgotten last
+        if len(self._newest) >= _TRAININGS:
             self._newest.pop(next(iter(self._newest)))
         self._newest[training] = own
 

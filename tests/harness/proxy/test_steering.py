@@ -92,3 +92,14 @@ def test_of_each_training_only_the_newest_is_heard(requests: list[tuple[str, int
 def test_what_is_no_term_is_said(wrong: str) -> None:
     with pytest.raises(ProtocolError, match=r"must be `NUMBER TRAINING`"):
         Steering().check(wrong)
+
+
+def test_a_training_that_is_heard_again_and_again_is_not_forgotten() -> None:
+    """However many others come and go."""
+    steering = Steering()
+    for number in range(5000):
+        steering.check(text(Term("ours", 7)))
+        steering.check(text(Term(f"other-{number}", 1)))
+    with pytest.raises(ProtocolError, match="of term 6"):
+        steering.check(text(Term("ours", 6)))
+    steering.check(text(Term("other-0", 0)))  # long ago
