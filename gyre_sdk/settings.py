@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +36,8 @@ REPLICA_TOKEN = "GYRE_REPLICA_TOKEN"
 """Variable that holds what replicas are sent as a bearer token."""
 _ARGUMENTS = "the arguments"
 _MISSING = object()
+_WORDS = {" | null": "", "expected object": "expected a table", "got object": "got a table", "array": "list"}
+"""What msgspec calls things -> what TOML does."""
 
 
 def load(
@@ -82,7 +85,7 @@ def load(
     try:
         return msgspec.convert(data, kind, dec_hook=decode)
     except msgspec.ValidationError as error:
-        raise _explained(error, kind, data, origin, where) from error
+        raise _explained(error, kind, data, origin, where, decode) from error
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -140,9 +143,18 @@ def _check_keys(kind: Any, data: Mapping[str, Any], above: str, origin: Mapping[
             near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
             known = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(fields))}"
             raise SettingsError(f"{path} = {value!r} in {source}: there is no such key; {known}")
-        inner = _struct(fields[key].type)
-        if inner is not None and isinstance(value, Mapping):
-            _check_keys(inner, value, path, origin, where)
+        for below, inner, part in _sections(fields[key].type, path, value):
+            _check_keys(inner, part, below, origin, where)
+
+
+def _sections(annotation: Any, path: str, value: Any) -> list[tuple[str, type[msgspec.Struct], Mapping[str, Any]]]:
+    """Return the sections that a value is made of: itself, or those of a table of sections, each with path and struct."""
+    if not isinstance(value, Mapping):
+        return []
+    if typing.get_origin(annotation) is dict:
+        return [each for key, one in value.items() for each in _sections(_inner(annotation, ""), f"{path}.{key}", one)]
+    inner = _struct(annotation)
+    return [] if inner is None else [(path, inner, value)]
 
 
 def _struct(annotation: Any) -> type[msgspec.Struct] | None:
@@ -157,49 +169,70 @@ def _struct(annotation: Any) -> type[msgspec.Struct] | None:
 
 def _source(path: str, origin: Mapping[str, str], where: str) -> str:
     for key, source in origin.items():
-        if path == key or path.startswith(f"{key}.") or key.startswith(f"{path}."):
+        if path == key or path.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{path}."):
             return source
     return where
 
 
 def _explained(
-    error: msgspec.ValidationError, kind: Any, data: Mapping[str, Any], origin: Mapping[str, str], where: str
+    error: msgspec.ValidationError,
+    kind: Any,
+    data: Mapping[str, Any],
+    origin: Mapping[str, str],
+    where: str,
+    decode: Callable[[type, Any], Any],
 ) -> SettingsError:
     """Turn msgspec's `Expected ..., got ... - at `$.a.b`` into a message that names the key and the value."""
     message, _, location = str(error).partition(" - at `$")
-    path = location.rstrip("`").removeprefix(".")
     message = message[:1].lower() + message[1:].replace("`", "")
-    source = _source(path, origin, where)
+    for word, own in _WORDS.items():
+        message = message.replace(word, own)
+    path, value, annotation = _followed(location.rstrip("`"), kind, data, decode)
     if message.startswith("object missing required field"):
         name = message.split()[-1]
         full = f"{path}.{name}" if path else name
         return SettingsError(f"{full} is missing in {where}; add it")
-    value = _look_up(data, path)
-    if message.startswith("invalid enum value") and (words := _words(kind, path)):
+    if message.startswith("invalid enum value") and (words := _words(annotation)):
         message = f"expected {' or '.join(map(repr, words))}"
     shown = path if value is _MISSING or isinstance(value, Mapping) else f"{path} = {value!r}"
-    return SettingsError(f"{shown or 'settings'} in {source}: {message}; correct the value")
+    return SettingsError(f"{shown or 'settings'} in {_source(path, origin, where)}: {message}; correct the value")
 
 
-def _words(annotation: Any, path: str) -> list[str]:
-    """Return what a field at a path takes, where that is one of a few words."""
-    for part in path.split("."):
+def _followed(location: str, kind: Any, data: Any, decode: Callable[[type, Any], Any]) -> tuple[str, Any, Any]:
+    """Follow msgspec's `.a[1].b`, where `[...]` is some key of a table; return the path by its keys, what is there, its type."""
+    path, annotation = "", kind
+    for name, item in re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", location):
+        annotation = _inner(annotation, name)
+        if item == "..." and isinstance(data, Mapping):
+            name = next((key for key in data if not _converts(data[key], annotation, decode)), item)
+        if item.isdigit():
+            path += f"[{item}]"
+            data = data[int(item)] if isinstance(data, list) and int(item) < len(data) else _MISSING
+        else:
+            path += f".{name}" if path else name
+            data = data.get(name, _MISSING) if isinstance(data, Mapping) else _MISSING
+    return path, data, annotation
+
+
+def _inner(annotation: Any, name: str) -> Any:
+    """Return the type of a struct's field; without a name, of what a table or list holds."""
+    if name:
         struct = _struct(annotation)
         fields = {} if struct is None else {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
-        annotation = fields.get(part)
+        return fields.get(name)
+    held = typing.get_args(annotation)
+    return held[-1] if held else Any
+
+
+def _converts(value: Any, annotation: Any, decode: Callable[[type, Any], Any]) -> bool:
+    try:
+        msgspec.convert(value, annotation, dec_hook=decode)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def _words(annotation: Any) -> list[str]:
+    """Return what a type takes, where that is one of a few words."""
     of = typing.get_args(annotation)
     return [word for one in of for word in (typing.get_args(one) or [one]) if isinstance(word, str)]
-
-
-def _look_up(data: Any, path: str) -> Any:
-    for part in path.replace("[", ".[").split(".") if path else ():
-        if part.startswith("["):
-            digits = part[1:-1]
-            if not digits.isdigit() or not isinstance(data, list) or int(digits) >= len(data):
-                return _MISSING
-            data = data[int(digits)]
-        elif isinstance(data, Mapping) and part in data:
-            data = data[part]
-        else:
-            return _MISSING
-    return data

@@ -23,10 +23,16 @@ class Section(msgspec.Struct, frozen=True):
     order: Literal["first", "last"] | None = None
 
 
+class Named(msgspec.Struct, frozen=True):
+    weight: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+
+
 class Whole(msgspec.Struct, frozen=True):
     section: Section = Section()
     maybe: Section | None = None
     needed: str = ""
+    named: dict[str, Named] = {}
+    amounts: dict[str, float] = {}
 
 
 class Strict(msgspec.Struct, frozen=True):
@@ -78,7 +84,7 @@ def test_mapping_overrides_keep_their_types() -> None:
     [
         ("[section]\nstepps = 3", ["section.stepps", "3", "config.toml", "did you mean 'steps'?"]),
         ("[sektion]\nsteps = 3", ["sektion", "config.toml", "did you mean 'section'?"]),
-        ("zzz = 3", ["zzz = 3", "known keys: maybe, needed, section"]),
+        ("zzz = 3", ["zzz = 3", "known keys: amounts, maybe, named, needed, section"]),
         ("[maybe]\nstep = 3", ["maybe.step", "did you mean 'steps'?"]),
         ("[section]\nsteps = 'three'", ["section.steps = 'three'", "config.toml", "expected int, got str"]),
         ("[section]\nsteps = 0", ["section.steps = 0", "config.toml", ">= 1"]),
@@ -87,7 +93,13 @@ def test_mapping_overrides_keep_their_types() -> None:
         ("[section]\nplace = 3", ["section.place = 3", "config.toml"]),
         ("[section]\nlauncher = 'slurm'", ["section.launcher = 'slurm'", "config.toml", "expected 'local' or 'ray';"]),
         ("[maybe]\norder = 'x'", ["maybe.order = 'x'", "expected 'first' or 'last'; correct the value"]),
-        ("section = 3", ["section = 3", "config.toml", "expected object"]),
+        ("section = 3", ["section = 3", "config.toml", "expected a table, got int"]),
+        ("maybe = 3", ["maybe = 3 in", "expected a table, got int"]),
+        ("[section]\nbetas = 'x'", ["section.betas = 'x'", "expected list, got str"]),
+        ("[named.a]\nweight = 2\n[named.b]\nwieght = 2", ["named.b.wieght = 2", "did you mean 'weight'?"]),
+        ("[named.a]\nweight = 2\n[named.b]\nweight = -1", ["named.b.weight = -1 in", "expected float >= 0.0"]),
+        ("[named]\na = {}\nb = 3", ["named.b = 3 in", "expected a table, got int"]),
+        ("[amounts]\na = 1\nb = 'x'", ["amounts.b = 'x' in", "expected float, got str"]),
         ("[section\nsteps = 3", ["config.toml", "is not TOML", "line 1"]),
     ],
 )
@@ -106,6 +118,10 @@ def test_errors_name_the_source_that_set_the_value(tmp_path: Path) -> None:
         load(Whole, path, prefix="G", environ={"G__SECTION__STEPS": "x"})
     with pytest.raises(SettingsError, match=r"section\.stps = 1 in the arguments: .*did you mean 'steps'"):
         load(Whole, path, ["section.stps=1"])
+    with pytest.raises(SettingsError, match=r"section\.betas\[1\] = 'x' in the arguments"):
+        load(Whole, path, ["section.betas=[0.9, 'x']"])
+    with pytest.raises(SettingsError, match=r"named\.b\.weight = -1 in the arguments"):
+        load(Whole, write(tmp_path, "[named.a]\nweight = 2\n"), ["named.b.weight=-1"])
 
 
 def test_missing_file_and_missing_key(tmp_path: Path) -> None:
