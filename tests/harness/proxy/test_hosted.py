@@ -272,6 +272,8 @@ def test_errors_carry_the_providers_status_in_the_agents_format(
     assert {call.status for call in proxy.calls()} == {CallStatus.FAILED}
     assert all(SECRET not in (call.error or "") for call in proxy.calls())
     assert len(upstream.requests) == 2, "one request each: retries are the agent's"
+    counted = proxy.http.get("/metrics").text
+    assert f'gyre_refusals_total{{status="{status}",code="provider_error"}} 2' in counted, "not by the provider's codes"
 
 
 BREAKS: list[dict[str, Any]] = [

@@ -20,7 +20,7 @@ from gyre_sdk.harness.proxy.server.connections import Runner
 from gyre_sdk.harness.proxy.server.control import Control
 from gyre_sdk.harness.proxy.server.fleet import Fleet
 from gyre_sdk.harness.proxy.server.metrics import Metrics, MetricsPage, loopback
-from gyre_sdk.harness.proxy.server.provider import load_litellm, require_litellm
+from gyre_sdk.harness.proxy.server.provider import PROVIDER_ERROR, ProviderRefusal, load_litellm, require_litellm
 from gyre_sdk.harness.proxy.server.refusals import of_status, refusal
 from gyre_sdk.harness.proxy.server.registry import Registry
 from gyre_sdk.harness.proxy.server.settings import ProxySettings, new_key
@@ -216,5 +216,6 @@ def _refused(request: web.Request, error: ProtocolError) -> web.Response:
     """
     if request.writer.output_size > 0:
         raise ConnectionResetError("an answer has begun; another one cannot take its place")
-    request.app[_METRICS].refusals.add(str(error.status), error.code)
+    code = PROVIDER_ERROR if isinstance(error, ProviderRefusal) else error.code  # one of ours: labels are few
+    request.app[_METRICS].refusals.add(str(error.status), code)
     return refusal(request.path, request.headers, error)

@@ -26,6 +26,8 @@ _PASSED = ("presence_penalty", "frequency_penalty", "logit_bias")
 """Sampling fields beyond the basic ones that providers know under the same names."""
 _FINISHES = {"length": "length", "tool_calls": "tool_calls", "function_call": "tool_calls"}
 _SECRETS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
+PROVIDER_ERROR = "provider_error"
+"""Code of an error to which the provider gave none."""
 _RETRYABLE = (408, 409, 425, 429)
 _LOST = (ConnectionError, httpx.NetworkError, httpx.ProtocolError, aiohttp.ClientConnectionError)
 
@@ -145,6 +147,10 @@ class Reading:
         self._deltas.text(Part.ARGUMENTS, function.arguments or "")
 
 
+class ProviderRefusal(ProtocolError):
+    """A hosted model's error. Its `code` is the provider's own: one of any number."""
+
+
 class Provider:
     """Asks one hosted model.
 
@@ -219,11 +225,11 @@ def provider_error(model: str, error: Exception, *, begun: bool = False) -> Prot
     if (begun and status >= 500) or _unreached(error):
         status = 502
     code = getattr(error, "code", None)
-    code = code if isinstance(code, str) and not code.isdigit() else "provider_error"
+    code = code if isinstance(code, str) and not code.isdigit() else PROVIDER_ERROR
     retryable = status in _RETRYABLE or status >= 500
     text = without_secrets(str(error), os.environ)
     what = f"{model} broke off in the middle of its answer" if begun and status == 502 else model
-    return ProtocolError(f"{what}: {text}", status=status, code=code, retryable=retryable)
+    return ProviderRefusal(f"{what}: {text}", status=status, code=code, retryable=retryable)
 
 
 def _unreached(error: BaseException) -> bool:
