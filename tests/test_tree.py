@@ -277,6 +277,16 @@ def test_a_failed_try_without_tokens_gives_way_to_its_retry(status):
     assert len(RunTree.from_calls(twice).candidates()) == 1
 
 
+def test_of_many_tries_without_an_answer_the_longest_prompt_stands():
+    tries = [call(name, prompt, [], status=CallStatus.FAILED) for name, prompt in [("d", [1, 2]), ("c", [1, 2, 3])]]
+    tries += [call(f"b{number}", [1, 2, 3], [], status=CallStatus.FAILED) for number in range(3)]
+    apart = [call(f"e{number}", [1, 2, 4, number], [], status=CallStatus.FAILED) for number in range(3)]
+    assert RunTree.from_calls([*tries, *apart]).candidates() == ["b0", "e0", "e1", "e2"]
+    dead = call("f", [1, 2, 3], [5], status=CallStatus.FAILED)
+    assert RunTree.from_calls([*tries, dead]).candidates() == ["b0"], "an answer that is no target stands for nothing"
+    assert RunTree.from_calls([*tries, dead, call("g", [1, 2, 3, 6], [7])]).candidates() == ["g"]
+
+
 def test_between_equal_events_the_same_lane_and_a_delivered_answer_win():
     a, b = call("a", [1], [2], lane="x"), call("b", [1], [2], lane="y")
     assert RunTree.from_calls([a, b, call("c", [1, 2], [3], lane="y")]).parent(CallId("c")) == "b"

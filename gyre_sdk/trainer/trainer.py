@@ -29,12 +29,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl.trainer.base_trainer import _BaseTrainer
-from trl.trainer.utils import disable_dropout_in_model
 
 from gyre_sdk.errors import SettingsError
 from gyre_sdk.trainer.arguments import TreeGRPOConfig, arguments
 from gyre_sdk.trainer.attention.choose import choose
 from gyre_sdk.trainer.attention.executor import Executor
+from gyre_sdk.trainer.attention.noise import silence
 from gyre_sdk.trainer.config import TrainConfig
 from gyre_sdk.trainer.loss import LossSums, Totals, denominator, describe
 from gyre_sdk.trainer.mismatch import Mismatch
@@ -135,7 +135,7 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
         if args.disable_dropout:
-            disable_dropout_in_model(model)
+            silence(model)
         self._options = args.loss_options()
         super().__init__(model=model, args=args, train_dataset=_Steps(), callbacks=callbacks)
         for noisy in (PrinterCallback, ProgressCallback):

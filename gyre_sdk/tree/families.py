@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,7 +84,7 @@ def _preference(calls: Mapping[CallId, Placed], placed: Placed, other: CallId) -
 
 def goes_through(placed: Placed, node: Node) -> bool:
     """Tell whether a call's path leads through a node."""
-    return any(step is node for step in placed.end.upward())
+    return next(step for step in placed.end.upward() if step.depth <= node.depth) is node
 
 
 def last_of_prompt(placed: Placed) -> Node:
@@ -93,6 +93,31 @@ def last_of_prompt(placed: Placed) -> Node:
     while node.start >= placed.prompt_len and node.parent is not None:
         node = node.parent
     return node
+
+
+def given_way(calls: Mapping[CallId, Placed], family: Families, is_target: Callable[[CallId], bool]) -> set[CallId]:
+    """Return the calls without an answer whose prompt another call with the same parent goes through.
+
+    One that is a target stands for them all; where there is none, the longest prompt does, of equal ones the smallest id.
+    """
+    through: dict[tuple[CallId | None, int], list[CallId]] = {
+        (family.parent[call], id(placed.end)): [] for call, placed in calls.items() if not placed.sampled_len
+    }
+    for call, placed in calls.items() if through else ():
+        parent = family.parent[call]
+        top = calls[parent].end.depth if parent is not None else 0
+        for node in placed.end.upward():
+            if (rivals := through.get((parent, id(node)))) is not None:
+                rivals.append(call)
+            if node.depth <= top:
+                break
+    found: set[CallId] = set()
+    for (_, end), rivals in through.items():
+        unanswered = [call for call in rivals if not calls[call].sampled_len]
+        stays = min(unanswered, key=lambda call: (-calls[call].prompt_len, call))
+        answered = any(calls[call].sampled_len and is_target(call) for call in rivals)
+        found |= {call for call in unanswered if id(calls[call].end) == end and (answered or call != stays)}
+    return found
 
 
 def _rejected(calls: Mapping[CallId, Placed], family: Families) -> set[CallId]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from gyre_sdk.errors import TreeError
 from gyre_sdk.records import CallId, CallRecord, CallStatus, ForkReason, VersionSpan
 from gyre_sdk.tree.calls import SampledCall, Untrained
-from gyre_sdk.tree.families import Families, Placed, families, find_parent, goes_through, last_of_prompt
+from gyre_sdk.tree.families import Families, Placed, families, find_parent, given_way, goes_through
 from gyre_sdk.tree.radix import Ids, Node, Radix, Routes
 
 
@@ -258,12 +258,13 @@ class RunTree:
         unless it failed and the same prompt was sampled again: then the retry stands for it.
         """
         family = self._family()
+        without = given_way(self._calls, family, lambda call: self.untrained(call) is None)
         alive = set(self._calls)
         found: list[CallId] = []
         pending = self.leaves()
         while pending:
             call = pending.pop()
-            dead = self.untrained(call) is not None and (self._calls[call].sampled_len > 0 or self._superseded(call))
+            dead = self.untrained(call) is not None and (self._calls[call].sampled_len > 0 or call in without)
             if not dead:
                 found.append(call)
                 continue
@@ -313,17 +314,3 @@ class RunTree:
         if self._families is None:
             self._families = families(self._calls)
         return self._families
-
-    def _superseded(self, call: CallId) -> bool:
-        """Tell whether another call with the same parent goes through the whole prompt of this one, a spent leaf."""
-        placed, family = self._calls[call], self._family()
-        last = last_of_prompt(placed)
-        for other in family.children[family.parent[call]]:
-            rival = self._calls[other]
-            if other == call or not goes_through(rival, last):
-                continue
-            if rival.sampled_len and self.untrained(other) is None:
-                return True
-            if not rival.sampled_len and (rival.prompt_len, call) > (placed.prompt_len, other):
-                return True
-        return False

@@ -94,7 +94,7 @@ def test_settings_that_speak_against_sharing(changes: dict[str, Any], reason: st
 
 def test_dropout_of_activations_and_the_loss_of_routers_speak_against_sharing() -> None:
     model = family("gpt_neox", hidden_dropout=0.2)
-    assert obstacles(model) == ["it drops activations with probability 0.2"]
+    assert obstacles(model) == ["its passes differ by chance (gpt_neox.emb_dropout.p = 0.2)"]
     [found] = obstacles(family("qwen3_moe", output_router_logits=True))
     assert "auxiliary loss" in found
 

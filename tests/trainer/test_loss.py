@@ -370,6 +370,12 @@ def test_an_infinite_ratio_of_a_masked_target_poisons_nothing() -> None:
         found = loss(options, targets, logp_K, torch.zeros(2).double())
         found.loss_sum.backward()
         assert torch.isfinite(found.loss_sum) and torch.isfinite(logp_K.grad).all()  # type: ignore[arg-type]
+    whole = replace(
+        row("r", [-1.0, -1.0]), logprobs=np.array([-2000.0, -1.0])
+    )  # one target strays far, the other is infinite
+    logp_K = torch.tensor([-1.0, -5000.0, -1.0], dtype=torch.float64, requires_grad=True)
+    loss_sum(options, Targets.of([whole, rows[1]]), logp_K, torch.zeros(3).double()).backward()
+    assert logp_K.grad is not None and logp_K.grad.tolist() == [0.0, 0.0, -1.0]
     behind = Targets.of([replace(rows[0], logprobs=np.array([-2000.0])), rows[1]])
     masked = LossOptions(importance_sampling="mask")
     logp_K = torch.tensor([-1.0, -1.0], dtype=torch.float64, requires_grad=True)
@@ -409,7 +415,8 @@ def test_a_given_proximal_policy() -> None:
 def test_negative_advantages_are_scaled() -> None:
     options = LossOptions(negative_advantage_scale=0.5)
     assert one(options, ratio=1.0, advantage=-2.0)[0] == pytest.approx(1.0)
-    assert one(options, ratio=1.0, advantage=2.0)[0] == pytest.approx(-2.0)
+    for advantage in (2.0, 0.5):
+        assert one(options, ratio=1.0, advantage=advantage)[0] == pytest.approx(-advantage)
 
 
 # -- what holds of all losses ------------------------------------------------------------------------------------------

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from gyre_sdk.trainer.attention.attend import attending, window_for_mask
+from gyre_sdk.trainer.attention.noise import rates
 from gyre_sdk.trainer.attention.policy import supports
 
 _NAME = "gyre_recording"
@@ -60,8 +61,9 @@ def obstacles(model: Any) -> list[str]:
         return [reason]
     text = model.config.get_text_config()
     found = []
-    if (rate := _dropout(model)) > 0:
-        found.append(f"it drops activations with probability {rate:g}")
+    if noisy := rates(model):
+        name, rate = max(noisy.items(), key=lambda item: item[1])
+        found.append(f"its passes differ by chance ({name} = {rate:g})")
     if getattr(text, "output_router_logits", False):
         found.append("its config asks for the routers' auxiliary loss, a mean over the tokens of a forward pass")
     try:
@@ -110,15 +112,6 @@ def observe(model: Any) -> Observed:
     moved = float((plain_TV - other_TV)[1:].abs().max())
     noise = 16 * torch.finfo(next(model.parameters()).dtype).eps * float(plain_TV.abs().max())
     return Observed(calls, moved > noise)
-
-
-def _dropout(model: Any) -> float:
-    found = [0.0]
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            found.append(module.p)
-        found += [rate for name, rate in vars(module).items() if "dropout" in name and isinstance(rate, float)]
-    return max(found)
 
 
 @dataclass(slots=True)

@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 import torch
-from trl.trainer.utils import disable_dropout_in_model
 
 from gyre_sdk.errors import SettingsError
 from gyre_sdk.trainer.arguments import arguments
 from gyre_sdk.trainer.attention.choose import choose
 from gyre_sdk.trainer.attention.executor import Executor
+from gyre_sdk.trainer.attention.noise import silence
 from gyre_sdk.trainer.config import TrainerConfig
 from gyre_sdk.trainer.policy import load_policy
 from gyre_sdk.trainer.ranks import Ranks
@@ -47,7 +47,7 @@ class CellPolicy(Part):
         self._in_shards = config.train.fsdp and ranks.size > 1
         model = load_policy(config.policy)
         if self._args.disable_dropout:
-            disable_dropout_in_model(model)
+            silence(model)
         if train.activation_checkpointing:
             model.activation_checkpointing_enable()
         model.train()
