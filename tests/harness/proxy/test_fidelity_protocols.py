@@ -131,12 +131,35 @@ def test_billing_nonce(model: Path, tmp_path: Path, stream: bool) -> None:
 
 @STREAMS
 @pytest.mark.parametrize("protocol", ["chat", "responses"])
-def test_a_billing_nonce_elsewhere_is_text(model: Path, tmp_path: Path, protocol: str, stream: bool) -> None:
-    """Only Anthropic's clients send the header: in any other protocol, and in a user's words, it is text like any."""
-    nonce = "x-anthropic-billing-header: cc_version=2; cch=b41c7;"
-    items = [{"role": "system", "content": nonce}, {"role": "user", "content": f"{nonce}\ncch=11111;"}]
-    with scripted(model, tmp_path, PIECES, say(301, 302, 260)) as (proxy, _):
-        body = {"model": "policy", "stream": stream, "messages" if protocol == "chat" else "input": items}
-        assert send(proxy, proxy.run(), protocol, body).status_code == 200
-        prompt = bytes(token for token in proxy.calls()[0].prompt_ids if token < 256).decode()
-    assert prompt == f"{nonce}\n{nonce}\ncch=11111;\n"
+def test_a_billing_nonce_that_a_gateway_passes_on(model: Path, tmp_path: Path, protocol: str, stream: bool) -> None:
+    """At the head of a system text it is not shown in any protocol; anywhere else, and in a user's words, it is text."""
+    nonce = "x-anthropic-billing-header: cc_version=2; cch={};"
+
+    def system(number: int) -> list[dict[str, Any]]:
+        head = nonce.format(number)
+        parts = [{"type": "text", "text": text} for text in (head, "hi")]
+        return [
+            {"role": "system", "content": head},
+            {"role": "system", "content": f"{head}\nhi"},
+            {"role": "developer", "content": parts},
+            {"role": "system", "content": f"hi\n{nonce.format(0)}"},
+        ]
+
+    user, name = {"role": "user", "content": nonce.format(1)}, "messages" if protocol == "chat" else "input"
+    with scripted(model, tmp_path, PIECES, say(301, 302, 260)) as (proxy, engine):
+        access = proxy.run()
+        for number in (1, 2):
+            tail = [{"role": "assistant", "content": "water"}, {"role": "user", "content": "go"}][: 2 * number - 2]
+            body: dict[str, Any] = {"model": "policy", "stream": stream, name: [*system(number), user, *tail]}
+            if protocol == "responses":
+                body |= {"instructions": f"{nonce.format(number)}\ngo"}
+            assert send(proxy, access, protocol, body).status_code == 200
+        calls = proxy.calls()
+        with proxy.journal() as journal:
+            raw = [item.raw for item in journal.exchanges(access["run"])]
+    check_path(calls, engine)
+    assert (calls[1].parent, calls[1].fork_reason) == (calls[0].call, None)
+    prompt = bytes(token for token in calls[0].prompt_ids if token < 256).decode()
+    shown = f"\n\n\n{nonce.format(0)}\n{nonce.format(1)}\n"
+    assert prompt == (f"\n{shown}" if protocol == "responses" else shown)
+    assert nonce.format(2) in str(raw[1])

@@ -111,11 +111,33 @@ def test_refused(fields: dict[str, Any], named: str) -> None:
 
 @pytest.mark.parametrize("kind", ["image", "document", "search_result", "future_block"])
 def test_what_the_model_cannot_read(kind: str) -> None:
-    """Blocks of a user that cannot be shown are refused, not dropped: alone and in a tool's result."""
+    """Blocks of a user that cannot be shown are refused, not dropped; a tool's result names them in their place."""
     block = {"type": kind, "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
     assert kind in str(refused({"role": "user", "content": [block]}))
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "so:"}, block]}
+    [shown] = parse({"role": "user", "content": [result]}).messages
+    assert (shown.role, shown.content) == ("tool", f"so:\n[{kind}: left out, the model reads text only]")
+
+
+PLAIN = {"type": "text", "media_type": "text/plain", "data": "said"}
+SAID = [{"type": "text", "text": "said"}]
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"type": "document", "source": PLAIN, "title": "t", "citations": {"enabled": True}},
+        {"type": "document", "source": {"type": "content", "content": SAID}},
+        {"type": "document", "source": {"type": "content", "content": "said"}},
+        {"type": "search_result", "source": "https://a.example", "title": "t", "content": SAID},
+    ],
+)
+def test_blocks_that_hold_a_text(block: dict[str, Any]) -> None:
+    """A document of plain text and a search result are that text, alone and in a tool's result."""
     result = {"type": "tool_result", "tool_use_id": "t", "content": [block]}
-    assert kind in str(refused({"role": "user", "content": [result]}))
+    for content in ([block], [result]):
+        [shown] = parse({"role": "user", "content": content}).messages
+        assert shown.content == "said"
 
 
 def test_tools() -> None:

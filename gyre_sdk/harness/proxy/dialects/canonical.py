@@ -19,6 +19,8 @@ import msgspec
 
 from gyre_sdk.records import Sampling
 
+_EXACT = 1 << 53
+"""Doubles hold each integer up to this one."""
 _INLINE_THINKING = re.compile(r"\s*<think>(.*?)</think>\s*(.*)", re.DOTALL)
 
 
@@ -160,7 +162,10 @@ def identity(message: Message) -> bytes:
 
 
 def same_arguments(text: str) -> str:
-    """Return a text that is equal for arguments with equal JSON values; text that is not JSON stands for itself."""
+    """Return a text that is equal for arguments with equal JSON values; text that is not JSON stands for itself.
+
+    Integers beyond 53 bits are equal where they are the same double: many agents cannot hold them in another way.
+    """
     if not text.strip():
         return "{}"
     try:
@@ -207,6 +212,11 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, float) and value.is_integer():
         return int(value)
+    if isinstance(value, int) and abs(value) > _EXACT:
+        try:
+            return int(float(value))
+        except OverflowError:
+            return value
     return value
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from gyre_sdk.harness.proxy.dialects.billing import without_billing
 from gyre_sdk.harness.proxy.dialects.canonical import Message, ModelRequest, ToolCall, ToolChoice, in_call_order
 from gyre_sdk.harness.proxy.dialects.fields import (
     MAX_CANDIDATES,
@@ -21,6 +22,7 @@ from gyre_sdk.harness.proxy.dialects.fields import (
     text,
 )
 from gyre_sdk.harness.proxy.dialects.prefill import take_prefill
+from gyre_sdk.harness.proxy.dialects.results import TEXTS, result_text
 
 _REFUSED = (
     "best_of",
@@ -40,7 +42,7 @@ _MESSAGE_KEYS = frozenset(
 )
 _KNOWN_ROLES = ("system", "user", "assistant", "tool")
 _ROLES = {"developer": "system", "function": "tool"}
-_TEXT_PARTS = frozenset(("text", "input_text", "output_text"))
+_THINKING_PARTS = frozenset(("thinking", "reasoning"))
 
 
 def parse_chat(body: bytes) -> ModelRequest:
@@ -67,7 +69,7 @@ def parse_chat(body: bytes) -> ModelRequest:
     request = ModelRequest(
         dialect="chat",
         model=text(fields, "model"),
-        messages=in_call_order([_message(message, at) for at, message in enumerate(messages)]),
+        messages=in_call_order(without_billing([_message(message, at) for at, message in enumerate(messages)])),
         tools=_tools(fields),
         sampling=sampling(fields, limit=limit),
         fields=fields,
@@ -120,42 +122,47 @@ def _message(message: Any, at: int) -> Message:
     role = _ROLES.get(role, role) if isinstance(role, str) else role
     if role not in _KNOWN_ROLES:
         refuse(f"{where}.role is {role!r}; use system, developer, user, assistant or tool", f"{where}.role")
-    content = _content(message.get("content"), f"{where}.content")
+    content, thought = _content(message.get("content"), role, f"{where}.content")
     refusal = message.get("refusal")
     if role == "assistant" and isinstance(refusal, str) and refusal:
         content = f"{content}\n{refusal}" if content else refusal
-    reasoning = message.get("reasoning") or message.get("reasoning_content")
+    given = (message.get("reasoning"), message.get("reasoning_content"), thought)
     tool_call_id = message.get("tool_call_id") or message.get("name") if role == "tool" else None
     return Message(
         role=role,
         content=content,
-        reasoning=reasoning if role == "assistant" and isinstance(reasoning, str) else "",
+        reasoning=next((text for text in given if isinstance(text, str) and text), "") if role == "assistant" else "",
         tool_calls=_tool_calls(message, where) if role == "assistant" else (),
         tool_call_id=tool_call_id if isinstance(tool_call_id, str) else "",
         extra={key: value for key, value in message.items() if key not in _MESSAGE_KEYS},
     )
 
 
-def _content(content: Any, where: str) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
+def _content(content: Any, role: str, where: str) -> tuple[str, str]:
+    """Return the text of a message's content, and the thinking that an assistant's parts hold."""
+    if role == "tool":
+        return result_text(content), ""
+    if content is None or isinstance(content, str):
+        return content or "", ""
     if not isinstance(content, list):
         refuse(f"{where} must be a string or a list of parts", where)
     texts: list[str] = []
+    thoughts: list[str] = []
     for at, part in enumerate(content):
         if isinstance(part, str):
             texts.append(part)
             continue
         kind = part.get("type") if isinstance(part, dict) else None
-        shown = part.get("refusal") if kind == "refusal" else part.get("text") if isinstance(part, dict) else None
-        if kind not in _TEXT_PARTS and kind != "refusal":
+        if role == "assistant" and kind in _THINKING_PARTS:
+            thoughts.append(result_text(part.get("thinking") or part.get("reasoning") or part.get("text")))
+            continue
+        if not isinstance(kind, str) or (kind not in TEXTS and kind != "refusal"):
             refuse_kind(f"{where}[{at}]", kind)
-        if not isinstance(shown, str):
+        shown = part.get("refusal" if kind == "refusal" else "text")
+        if shown is not None and not isinstance(shown, str):
             refuse(f"{where}[{at}].text must be a string", f"{where}[{at}]")
-        texts.append(shown)
-    return "\n".join(item for item in texts if item)
+        texts.append(shown or "")
+    return "\n".join(item for item in texts if item), "".join(thoughts)
 
 
 def _tool_calls(message: dict[str, Any], where: str) -> tuple[ToolCall, ...]:
@@ -177,14 +184,21 @@ def _tool_calls(message: dict[str, Any], where: str) -> tuple[ToolCall, ...]:
 
 
 def _tools(fields: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Return the tools as sent, but for their `type`, keys that hold nothing and cache marks."""
     tools = fields.get("tools") or []
     if not isinstance(tools, list):
         refuse("tools must be a list", "tools")
+    found: list[dict[str, Any]] = []
     for at, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             refuse(f"tools[{at}] must be {{type: function, function: {{name, ...}}}}", f"tools[{at}]")
-    return tuple(tools)
+        found.append({"type": "function", **_said(tool), "function": _said(function)})
+    return tuple(found)
+
+
+def _said(given: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in given.items() if value is not None and key != "cache_control"}
 
 
 def _tool_choice(fields: dict[str, Any]) -> tuple[ToolChoice, str]:

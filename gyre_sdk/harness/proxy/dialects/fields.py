@@ -27,6 +27,10 @@ _NEUTRAL: dict[str, Any] = {
 
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
 """In any JSON that holds an integer beyond 64 bits."""
+_LOWEST, _HIGHEST = -(1 << 63), (1 << 64) - 1
+_BOM = b"\xef\xbb\xbf"
+_ESCAPE = re.compile(rb"\\(?:u([dD][89abAB]..\\u[dD][c-fC-F]..)|u([dD][89a-fA-F]..)|.)", re.DOTALL)
+"""An escape in a JSON text: a pair of surrogates, half of one, or any other."""
 _EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {})
 MAX_CHOICES = 16
 MAX_CANDIDATES = 20
@@ -35,21 +39,49 @@ MAX_CANDIDATES = 20
 def decode_object(body: bytes) -> dict[str, Any]:
     """Return the JSON object of a body.
 
+    What an agent copies from a tool or from the model into its history must not end the run, so two things are taken
+    as other services and JavaScript take them: half a surrogate pair, which is what cutting a text within a character
+    leaves, is U+FFFD, and an integer beyond 64 bits, which could not be recorded, is the nearest float.
+
     Raises:
         ProtocolError: it is not one.
     """
+    body = body.removeprefix(_BOM)
     try:
-        fields = msgspec.json.decode(body)
+        fields = _decoded(body)
+        fields = _bounded(fields) if _LONG_NUMBER.search(body) else fields
     except (msgspec.DecodeError, RecursionError) as error:
         raise ProtocolError(f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(fields, dict):
         refuse("the body must be a JSON object", None)
-    if _LONG_NUMBER.search(body):
-        refuse_huge(fields)
     return fields
 
 
-def refuse_huge(value: Any, most: int = (1 << 64) - 1) -> None:
+def _decoded(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        mended = _ESCAPE.sub(lambda found: rb"\ufffd" if found[2] else found[0], body)
+        if mended == body:
+            raise
+    return msgspec.json.decode(mended)
+
+
+def _bounded(value: Any) -> Any:
+    """Return a JSON value in which no integer has more than 64 bits."""
+    if isinstance(value, dict):
+        return {key: _bounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_bounded(item) for item in value]
+    if isinstance(value, int) and not _LOWEST <= value <= _HIGHEST:
+        try:
+            return float(value)
+        except OverflowError:
+            refuse(f"the body holds the integer {str(value)[:24]}..., which no number of 64 bits is near to", None)
+    return value
+
+
+def refuse_huge(value: Any, most: int) -> None:
     """Refuse a JSON value that holds an integer beyond 64 bits: it could not be recorded.
 
     Args:
@@ -63,7 +95,7 @@ def refuse_huge(value: Any, most: int = (1 << 64) - 1) -> None:
             waiting.extend(item.values())
         elif isinstance(item, list):
             waiting.extend(item)
-        elif isinstance(item, int) and not -(1 << 63) <= item <= most:
+        elif isinstance(item, int) and not _LOWEST <= item <= most:
             refuse(f"the body holds the integer {str(item)[:24]}...; integers have 64 bits at most", None)
 
 
@@ -96,11 +128,9 @@ def sampling(
     if not isinstance(stops, list) or not all(isinstance(item, str) for item in stops):
         refuse(f"{stop} must be a string or a list of strings", stop)
     ids = fields.get("stop_token_ids") or []
-    if not isinstance(ids, list) or not all(whole(item) for item in ids):
+    if not isinstance(ids, list) or not all(whole(item) and 0 <= item < 1 << 31 for item in ids):
         refuse("stop_token_ids must be a list of token ids", "stop_token_ids")
-    seed = fields.get("seed")
-    if seed is not None and not whole(seed):
-        refuse("seed must be an integer", "seed")
+    seed = None if fields.get("seed") is None else int(number(fields, "seed", 0, _LOWEST, (1 << 63) - 1, integer=True))
     extra = {
         name: fields[name]
         for name, neutral in _NEUTRAL.items()
@@ -110,9 +140,9 @@ def sampling(
         temperature=float(number(fields, "temperature", 1.0, 0.0, greatest)),
         top_p=float(number(fields, "top_p", 1.0, 0.0, 1.0)),
         top_k=max(int(number(fields, "top_k", 0, top_k_low, 1 << 31, integer=True)), 0),
-        max_tokens=int(number(fields, limit, 0, 1, 1 << 31, integer=True)),
+        max_tokens=min(int(number(fields, limit, 0, 1, 1 << 63, integer=True)), 1 << 31),
         stop=tuple(item for item in stops if item),
-        stop_token_ids=tuple(ids),
+        stop_token_ids=tuple(map(int, ids)),
         seed=seed,
         extra=extra,
     )

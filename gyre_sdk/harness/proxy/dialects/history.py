@@ -6,7 +6,8 @@ continues; tokens decide. The trie never changes ids, and nothing here decides w
 Rules for a match: the longest recorded prefix wins; among equal ones an answer of the same lane, then the newest.
 An assistant message sent back without its reasoning matches when asked to be `lenient` (history = bridge), else only
 as it was. So does an answer that continues text of the assistant's, where the agent sends the two as one message or as
-two and they were recorded otherwise (see `pieces`).
+two and they were recorded otherwise (see `pieces`); and one whose text and calls come as several messages (see
+`gathered`).
 
 Costs per request: a message that is sent again as it was is compared, not hashed; of the recorded tokens each is
 compared with the prompt at most once, however many calls hold it.
@@ -23,6 +24,7 @@ import numpy.typing as npt
 
 from gyre_sdk.errors import TreeError
 from gyre_sdk.harness.proxy.dialects.canonical import Message, identity, tools_identity
+from gyre_sdk.harness.proxy.dialects.gathered import gather
 from gyre_sdk.harness.proxy.dialects.message_trie import Node, descend, path, steps
 from gyre_sdk.harness.proxy.dialects.pieces import Reached, note_cuts
 from gyre_sdk.records import ForkReason
@@ -104,15 +106,19 @@ class History:
         frontier = [root] if root else []
         deepest, best, found = frontier, frontier[:0], 0
         reached: Reached[Recorded] = Reached()
-        for at, message in enumerate(messages):
+        messages, at = list(messages), 0
+        while at < len(messages):
+            message = messages[at]
             stepped = [child for node in frontier for child in steps(node, message, lenient)]
             if self._cut:
                 if message.role == "assistant":
                     reached.look(frontier, messages, at, lenient)
                 stepped += reached.take(at + 1, stepped)
-            frontier = stepped
+            if not stepped and not reached.more and message.role == "assistant":
+                stepped = gather(frontier, messages, at, lenient)
+            at, frontier = at + 1, stepped
             if frontier:
-                deepest, found = frontier, at + 1
+                deepest, found = frontier, at
                 best = [node for node in frontier if node.answers] or best
             elif not reached.more:
                 break

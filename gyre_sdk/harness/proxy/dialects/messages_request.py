@@ -6,23 +6,22 @@ Blocks become OpenAI's form, which templates know. A few rules are worth a word:
   between them, and thinking blocks, are joined as they are: that is how a stream splits one answer into blocks.
 * Assistant messages that follow each other are one message, as Anthropic reads them. User messages stay apart.
 * A failed tool's result is shown as the text that the agent sent, as serving stacks do, and as `Error` where it sent
-  none; `is_error` is recorded.
+  none; `is_error` is recorded. An `input` that is a text is the arguments as the model wrote them.
 * Blocks of an assistant message that hold nothing a model can be shown (redacted thinking, the work of a provider's
   own tools) are left out of the prompt but make the message another one: the agent's copy says more than was sampled.
 * A last message of the assistant's is the start of the answer (`ModelRequest.prefill`).
-* A billing header at the head of a system text changes with every request. It is recorded and never shown.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
+from gyre_sdk.harness.proxy.dialects.billing import after_billing
 from gyre_sdk.harness.proxy.dialects.canonical import Message, ModelRequest, ToolCall, ToolChoice, in_call_order
 from gyre_sdk.harness.proxy.dialects.fields import (
     decode_object,
@@ -35,9 +34,9 @@ from gyre_sdk.harness.proxy.dialects.fields import (
 )
 from gyre_sdk.harness.proxy.dialects.messages_input import arguments_of
 from gyre_sdk.harness.proxy.dialects.prefill import continuable, take_prefill
+from gyre_sdk.harness.proxy.dialects.results import result_text, written_out
 
 _REFUSED = ("best_of", "use_beam_search", "prompt_logprobs", "echo", "n")
-_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 _ROLES = {"developer": "system"}
 _MEDIA = ("image", "document", "container_upload", "audio", "video")
 
@@ -154,7 +153,7 @@ def _blocks(content: Any, where: str) -> list[tuple[str, dict[str, Any]]]:
 
 def _system(content: Any, where: str, extra: dict[str, Any]) -> Iterator[Message]:
     """Yield the system message, or none where nothing is left to show."""
-    shown = [_BILLING.sub("", _text(*block), count=1) for block in _blocks(content, where)]
+    shown = [after_billing(_text(*block)) for block in _blocks(content, where)]
     whole = "\n".join(item for item in shown if item)
     if whole:
         yield Message("system", whole, extra=extra)
@@ -171,7 +170,7 @@ def _user(blocks: Sequence[tuple[str, dict[str, Any]]], extra: dict[str, Any]) -
         results = True
         name = block.get("tool_use_id")
         failed = block.get("is_error") is True
-        shown = "\n".join(filter(None, (_text(*part) for part in _blocks(block.get("content"), f"{where}.content"))))
+        shown = result_text(block.get("content"))
         yield Message(
             "tool",
             shown or ("Error" if failed else ""),
@@ -212,21 +211,20 @@ def _call(where: str, block: dict[str, Any]) -> ToolCall:
     name, number, given = block.get("name"), block.get("id"), block.get("input")
     if not isinstance(name, str):
         refuse(f"{where}.name: must be a string", f"{where}.name")
-    if given is not None and not isinstance(given, dict):
+    if given is not None and not isinstance(given, dict | str):
         refuse(f"{where}.input: must be an object", f"{where}.input")
-    return ToolCall(number if isinstance(number, str) else "", name, arguments_of(given or {}))
+    arguments = given if isinstance(given, str) else arguments_of(given or {})
+    return ToolCall(number if isinstance(number, str) else "", name, arguments)
 
 
 def _text(where: str, block: dict[str, Any]) -> str:
     kind = block["type"]
-    if kind == "tool_reference":
-        kind, block = "text", {"text": block.get("tool_name")}
-    if kind != "text":
+    given = block.get("text") if kind == "text" else written_out(block)
+    if given is None and kind != "text":
         refuse_kind(where, kind)
-    given = block.get("text")
-    if not isinstance(given, str):
+    if given is not None and not isinstance(given, str):
         refuse(f"{where}.text: must be a string", f"{where}.text")
-    return given
+    return given or ""
 
 
 def _seal(block: dict[str, Any]) -> str:

@@ -28,13 +28,14 @@ def opening_of(past: Sequence[Wire], new: Sequence[Wire], arguments: str, *, cal
 
     Args:
         past: the recorded messages, the answer last; may be empty.
-        new: what follows.
+        new: what follows, if anything does.
         arguments: of the tool calls, where the answer makes any.
         calling: False for a template that shows no tool calls.
     """
     answer = past[-1] if past and past[-1]["role"] == "assistant" else {}
     calls = list(answer.get("tool_calls") or ()) if calling else []
-    results = [message for message in new if message["role"] == "tool"] if calling and new[0]["role"] == "tool" else []
+    worked = calling and bool(new) and new[0]["role"] == "tool"
+    results = [message for message in new if message["role"] == "tool"] if worked else []
     if results and not calls:
         calls = [
             {"id": message.get("tool_call_id") or f"call_{place}", "type": "function", "function": {"name": "tool"}}

@@ -87,17 +87,16 @@ class Template:
         Args:
             whole: prompt + sampled ids, as recorded.
             prompt_len: how many of them are the prompt's.
-            new: what follows; messages of the assistant among them are context that was not sampled here.
+            new: what follows, if anything does; messages of the assistant among them are context that was not sampled
+                here.
             tools: as in the request.
             past: the messages that `whole` stands for, the answer last.
 
         Raises:
             RenderError: the template cannot show these messages.
         """
-        if not new:
-            return None
         wires, shown = [_wire(message) for message in new], list(tools)
-        own_words = any(message.role == "assistant" for message in new)
+        own_words = not new or any(message.role == "assistant" for message in new)
         try:
             if self.difference is None and not own_words:
                 ids = family_bridge(self.renderer, self.stop_ids, whole, prompt_len, wires, shown or None)

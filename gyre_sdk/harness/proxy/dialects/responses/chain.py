@@ -11,10 +11,11 @@ from typing import Any
 
 from gyre_sdk.errors import ProtocolError
 from gyre_sdk.harness.proxy.dialects import Choice
+from gyre_sdk.harness.proxy.dialects.billing import without_billing
 from gyre_sdk.harness.proxy.dialects.canonical import Message, ModelRequest, in_call_order
 from gyre_sdk.harness.proxy.dialects.responses.answer import output_items
 from gyre_sdk.harness.proxy.dialects.responses.items import item_type, messages_of
-from gyre_sdk.harness.proxy.dialects.responses.request import split_raw
+from gyre_sdk.harness.proxy.dialects.responses.request import instructed, split_raw
 
 _RESPONSE = "resp_"
 _ITEMS = ("rs_", "msg_", "fc_", "ctc_", "lsh_")
@@ -69,10 +70,9 @@ def complete(request: ModelRequest, earlier: Mapping[str, Earlier]) -> ModelRequ
         found_ = earlier.get(request.continues.removeprefix(_RESPONSE))
         if found_ is None:
             raise _unknown("response", request.continues, "previous_response_id")
-        had_instructions = bool(split_raw(found_.request.raw)[0])
-        before = [*found_.request.messages[had_instructions:], found_.choice.answer.message()]
-    leading = [Message("system", instructions)] if instructions else []
-    messages = in_call_order(leading + before + messages_of(items))
+        its_own = len(instructed(split_raw(found_.request.raw)[0]))
+        before = [*found_.request.messages[its_own:], found_.choice.answer.message()]
+    messages = in_call_order(instructed(instructions) + before + without_billing(messages_of(items)))
     if not messages:
         raise ProtocolError("input must hold something that the model can read", param="input", code="invalid_value")
     return replace(request, messages=messages, continues=None)

@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from gyre_sdk.harness.proxy.dialects.canonical import Message, ToolCall
 from gyre_sdk.harness.proxy.dialects.fields import refuse, refuse_kind
 from gyre_sdk.harness.proxy.dialects.responses.sealed import unseal
 from gyre_sdk.harness.proxy.dialects.responses.tools import call_name, call_of
+from gyre_sdk.harness.proxy.dialects.results import TEXTS, result_text
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_TEXTS = frozenset(("input_text", "output_text", "text", "summary_text", "reasoning_text"))
+_TEXTS = TEXTS | {"summary_text", "reasoning_text"}
 _CALLS = frozenset(("function_call", "custom_tool_call", "local_shell_call"))
 _RESULTS = frozenset(("function_call_output", "custom_tool_call_output", "local_shell_call_output"))
 
@@ -112,7 +111,7 @@ def _other(kind: str, item: dict[str, Any], where: str) -> Message | None:
         return Message(role, _content(item.get("content"), f"{where}.content"))
     if kind in _RESULTS:
         name = call_name(item.get("call_id") or item.get("id"))
-        return Message("tool", _result(item.get("output"), f"{where}.output"), tool_call_id=name)
+        return Message("tool", result_text(item.get("output")), tool_call_id=name)
     return None
 
 
@@ -140,17 +139,7 @@ def _content(content: Any, where: str) -> str:
         if not isinstance(kind, str) or (kind not in _TEXTS and kind != "refusal"):
             refuse_kind(f"{where}[{at}]", kind)
         text = part.get("refusal" if kind == "refusal" else "text")
-        if not isinstance(text, str):
+        if text is not None and not isinstance(text, str):
             refuse(f"{where}[{at}].text must be a string", f"{where}[{at}]")
-        texts.append(text)
+        texts.append(text or "")
     return "\n".join(text for text in texts if text)
-
-
-def _result(output: Any, where: str) -> str:
-    """Return the text of a tool's result; an object's is its `content`, else its JSON."""
-    if isinstance(output, dict):
-        inner = output.get("content")
-        return inner if isinstance(inner, str) else msgspec.json.encode(output).decode()
-    if output is None or isinstance(output, str | list):
-        return _content(output, where)
-    return msgspec.json.encode(output).decode()

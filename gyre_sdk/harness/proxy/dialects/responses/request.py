@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from gyre_sdk.harness.proxy.dialects.billing import without_billing
 from gyre_sdk.harness.proxy.dialects.canonical import Message, ModelRequest, ToolChoice, in_call_order
 from gyre_sdk.harness.proxy.dialects.fields import (
     MAX_CANDIDATES,
@@ -83,6 +84,11 @@ def split_raw(raw: Sequence[Any]) -> tuple[str, list[Any]]:
     return "", list(raw)
 
 
+def instructed(instructions: str) -> list[Message]:
+    """Return the system message that a request's instructions are, if they say anything."""
+    return without_billing([Message("system", instructions)]) if instructions else []
+
+
 def included(fields: dict[str, Any], what: str) -> bool:
     """Tell whether a request's `include` names something."""
     given = fields.get("include")
@@ -90,8 +96,7 @@ def included(fields: dict[str, Any], what: str) -> bool:
 
 
 def _messages(instructions: str, items: Sequence[Any]) -> tuple[Message, ...]:
-    leading = [Message("system", instructions)] if instructions else []
-    return in_call_order(leading + messages_of(items))
+    return in_call_order(instructed(instructions) + without_billing(messages_of(items)))
 
 
 def _request(fields: dict[str, Any], raw: Sequence[Any], messages: tuple[Message, ...]) -> ModelRequest:
