@@ -174,8 +174,9 @@ class Tally:
 
     def __str__(self) -> str:
         causes = ", ".join(f"{count} {cause}" for cause, count in sorted(self.causes.items()))
-        return f"scored {self.scored} of {self.started}, {self.placeholders} placeholder, {self.unscored} unscored" + (
-            f" ({causes})" if causes else ""
+        return (
+            f"scored {self.scored:,} of {self.started:,}, {self.placeholders:,} placeholder, {self.unscored:,} unscored"
+            + (f" ({causes})" if causes else "")
         )
 
 

@@ -12,7 +12,8 @@ from gyre_sdk.view.lanes import Lanes, legend
 _STYLE = (
     "body{font:14px system-ui,sans-serif;margin:2em;color:#222}h2{font-size:15px;margin:1.2em 0 .3em}"
     "span{margin-right:1em;white-space:nowrap}i{display:inline-block;width:1em;height:.8em;margin-right:.3em}"
-    "svg{width:100%;height:auto}text{font-size:11px}"
+    "div{overflow-x:auto}svg{width:100%;min-width:860px;height:auto}text{font-size:11px}"
+    "@media print{svg{min-width:0}}"
 )
 
 
@@ -24,14 +25,15 @@ def page(title: str, drawn: Sequence[Lanes], note: str = "") -> str:
         drawn: fleets, on one axis of time.
         note: what is to be said of them together.
     """
-    parts = "".join(f"<h2>{_text(one.title)}</h2>{svg(one, max(two.end for two in drawn))}" for one in drawn)
+    parts = "".join(f"<h2>{_text(one.title)}</h2><div>{svg(one, max(two.end for two in drawn))}</div>" for one in drawn)
     colours = "".join(
         f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in legend(drawn).items()
     )
     said = f"<p>{escape(visible(note, 1000))}</p>" if note else ""
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>'
-        f"<style>{_STYLE}</style></head><body><h1>{_text(title)}</h1>{said}<p>{colours}</p>{parts}</body></html>\n"
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body><h1>{_text(title)}</h1>{said}<p>{colours}</p>{parts}</body></html>\n"
     )
 
 

@@ -188,7 +188,17 @@ def test_the_page_has_a_section_for_what_there_is():
     alone = Reader(document(figures(Facts("s", facts.runs[1:3], facts.calls[:1]))))
     ids = [attributes["id"] for tag, attributes in alone.elements if tag == "h2"]
     assert ids == ["tasks", "lengths", "problems"]
-    assert "None: all runs completed" in alone.text
+    assert "None: all runs that ended completed" in alone.text
+
+
+def test_of_runs_that_go_on_nothing_is_claimed():
+    going = run("r", status=RunStatus.RUNNING)
+    said = "no history branched."
+    assert f"None: no run has ended, all calls that ended were answered, {said}" in document(
+        figures(Facts("s", [going], [], {})), None
+    )
+    page = document(figures(Facts("s", [going, run("q", reward=1.0)], [], {})), None)
+    assert "None: all runs that ended completed" in page and "1 run still going" in page
 
 
 def test_an_empty_store_says_so():
@@ -309,6 +319,13 @@ def test_a_histogram_counts_every_value_once():
     assert re.findall(r"<title>([^<]*)</title>", histogram("t", [0.0, 11.9])) == ["0 to 0.5: 1", "11.5 to 12: 1"]
 
 
+def test_axes_of_counts_have_whole_numbers():
+    """Also where one run made one call, or all made none."""
+    for values in ([0.0] * 9, [1.0], [1.0, 2.0, 2.0]):
+        ticks = re.findall(r"<text[^>]*>([^<]*)</text>", histogram("Calls", values))
+        assert len(ticks) >= 2 and all(tick == str(int(tick)) for tick in ticks)
+
+
 def test_rewards_are_drawn_without_those_of_evaluations():
     assert figures(trained()).rewards == (0.0, 0.5, 1.0, 1.0)
     assert "<b>Rewards</b>" in document(figures(trained()))
@@ -333,8 +350,9 @@ def test_numbers_in_words():
         "1.2e-05",
         "–",
     ]
-    assert [seconds(value) for value in (0.0, 0.25, 12.34, 125.0, 3723.0)] == [
+    assert [seconds(value) for value in (0.0, 4e-5, 0.25, 12.34, 125.0, 3723.0)] == [
         "0 s",
+        "0.000 s",
         "0.250 s",
         "12.3 s",
         "2:05",

@@ -74,7 +74,7 @@ def document(found: Figures, cells: Timeline | None = None) -> str:
         _lengths(found) if found.lengths else "",
         _groups(found) if sections["groups"][1] else "",
         _cells(cells) if cells is not None and drawn else "",
-        _problems(found.problems) if found.tasks else "",
+        _problems(found.problems, found.head) if found.tasks else "",
         "" if found.read_at is None else f'<p class="dim">gyre report, read {moment(found.read_at)}.</p>',
     ]
     return (
@@ -264,10 +264,10 @@ def _cells(found: Timeline) -> str:
         else ""
     )
     missed = f'<p class="warn">{counted(found.missed, "event")} of cells not recorded.</p>' if found.missed else ""
-    return f'<h2 id="cells">{text(drawn.title.capitalize())}</h2><div class="lanes"><p>{colours}</p>{page.svg(shown)}</div>{more}{missed}'
+    return f'<h2 id="cells">{text(drawn.title.capitalize())}</h2><div class="lanes"><p>{colours}</p><div class="wide">{page.svg(shown)}</div></div>{more}{missed}'
 
 
-def _problems(found: Problems) -> str:
+def _problems(found: Problems, head: Head) -> str:
     parts = [
         _errors("Runs that did not complete", "runs", found.runs),
         _errors("Calls without an answer", "calls", found.calls),
@@ -279,8 +279,9 @@ def _problems(found: Problems) -> str:
         parts.append(
             f"<h3>Evaluations that somebody tried to steer</h3>{table(columns, rows, most=_TAMPERED, what='runs')}"
         )
-    said = "".join(parts)
-    return f'<h2 id="problems">Problems</h2>{said or "<p>None: all runs completed, all calls were answered, no history branched.</p>"}'
+    runs = "no run has ended" if head.ended is None else "all runs that ended completed"
+    said = "".join(parts) or f"<p>None: {runs}, all calls that ended were answered, no history branched.</p>"
+    return f'<h2 id="problems">Problems</h2>{said}'
 
 
 def _errors(title: str, what: str, rows: tuple[ErrorRow, ...]) -> str:

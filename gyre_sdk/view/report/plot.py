@@ -135,7 +135,8 @@ def histogram(title: str, values: Sequence[float], *, centred: bool = False) -> 
     counts = Counter(floor(value / step + shift + 1e-9) - first for value in known)
     bins = [counts[number] for number in range(max(counts) + 1)]
     begin = (first - shift) * step
-    area = _area(begin, begin + len(bins) * step, 0.0, float(max(bins)))
+    area = _area(begin, begin + len(bins) * step, 0.0, float(max(bins)), whole=step == 1)
+    area = area._replace(y_ticks=[tick for tick in area.y_ticks if tick == int(tick)])
     shapes = list(_axes(area, ""))
     for number, count in enumerate(bins):
         if count:

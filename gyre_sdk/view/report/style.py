@@ -28,7 +28,7 @@ td{vertical-align:top;overflow-wrap:anywhere;min-width:4ch}
 td.s{white-space:nowrap}
 .label{fill:var(--ink);paint-order:stroke;stroke:var(--paper);stroke-width:3px}
 .n{text-align:right;white-space:nowrap}
-td.t{max-width:56ch}
+td.t{max-width:56ch;min-width:20ch}
 code{font:12px ui-monospace,monospace}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(420px,100%),1fr));gap:18px 28px}
 .three{grid-template-columns:repeat(auto-fill,minmax(min(300px,100%),1fr))}
@@ -36,7 +36,7 @@ figure{margin:0;break-inside:avoid;min-width:0}
 figcaption{font-size:13px}
 .key{margin-left:12px;white-space:nowrap;font-size:12px}
 .key i,.lanes i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}
-.lanes span{margin-right:14px;white-space:nowrap}
+.lanes span{margin-right:14px;white-space:nowrap}.lanes svg{min-width:860px}
 svg{width:100%;height:auto;display:block}
 svg text{font-size:11px}svg text:not(.label){fill:var(--dim)}
 .grid{stroke:var(--grid);fill:none}.axis{stroke:var(--line);fill:none}
@@ -49,9 +49,10 @@ svg text{font-size:11px}svg text:not(.label){fill:var(--dim)}
 .lanes text[fill="#222222"]{fill:var(--ink)}
 .lanes [stroke="#e6e8eb"]{stroke:var(--grid)}
 @media(prefers-color-scheme:dark){.lanes [stroke="#1d4f91"]{stroke:#5b9bea}.lanes [fill="#1d4f91"]{fill:#5b9bea}
-.lanes [stroke="#b4451f"]{stroke:#f0935a}.lanes [fill="#b4451f"]{fill:#f0935a}}
+.lanes [stroke="#b4451f"]{stroke:#f0935a}.lanes [fill="#b4451f"]{fill:#f0935a}
+.lanes i[style*="#1d4f91"]{background:#5b9bea!important}.lanes i[style*="#b4451f"]{background:#f0935a!important}}
 @media print{:root{--ink:#000;--dim:#444;--paper:#fff;--line:#bbb;--grid:#ddd;--warn:#9a3412;--c1:#2563c9;--c2:#c2571a;
 --c3:#2a8a4a;--c4:#8a4fbf}body{max-width:none;padding:0;font-size:11px}nav{display:none}
-*{print-color-adjust:exact;-webkit-print-color-adjust:exact}.wide{overflow:visible}h2,h3{break-after:avoid}tr{break-inside:avoid}
+*{print-color-adjust:exact;-webkit-print-color-adjust:exact}.wide{overflow:visible}.lanes svg{min-width:0}h2,h3{break-after:avoid}tr{break-inside:avoid}
 .charts{grid-template-columns:1fr 1fr}.three{grid-template-columns:1fr 1fr 1fr}thead{display:table-header-group}}
 """

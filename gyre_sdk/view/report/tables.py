@@ -82,7 +82,9 @@ def moment(at: float | None) -> str:
 
 
 def seconds(value: float) -> str:
-    """Return a duration: 0.250 s, 12.3 s, 4:05, 1:02:03."""
+    """Return a duration: 0.000 s below a millisecond, 0.250 s, 12.3 s, 4:05, 1:02:03."""
+    if 0 < value < 1e-3:
+        return "0.000 s"
     return f"{number(value)} s" if not value >= 120 else duration(value)
 
 
