@@ -69,13 +69,31 @@ class Talk:
         version: int = 0,
     ) -> str:
         """Record a call that adds messages and gets an answer; return its id."""
-        name = f"{self.run}-c{self.number}"
+        name, prompt = self._received(new, hosted)
+        ids = [] if hosted else (sampled or [100 + self.number * 7 + n for n in range(tokens)])
+        chunk = TokenChunk(0, ids, [-0.5] * len(ids), [VersionSpan(version, 0, len(ids))] if ids else [])
+        ended = self.journal.call_ended(
+            name, CallStatus.COMPLETE, at=self.at, sampled=chunk, finish_reason="stop", answer=answer
+        )
+        ended.result()
+        self.journal.call_delivered(name).result()
+        self.tokens, self.parent = prompt + ids, None if hosted else name
+        self.messages = [*self.messages, answer]
+        return name
+
+    def fails(self, new: list[dict[str, Any]]) -> None:
+        """Record a call that adds messages and ends before there is an answer."""
+        name, _ = self._received(new, hosted=False)
+        nothing = TokenChunk(0, [], [], [])
+        self.journal.call_ended(name, CallStatus.FAILED, at=self.at, sampled=nothing, error="no replica").result()
+
+    def _received(self, new: list[dict[str, Any]], hosted: bool) -> tuple[CallId, list[int]]:
+        name = CallId(f"{self.run}-c{self.number}")
         self.number += 1
         self.messages += new
         prompt = [] if hosted else [*self.tokens, *(10 + len(self.tokens) + n for n in range(3))]
-        ids = [] if hosted else (sampled or [100 + self.number * 7 + n for n in range(tokens)])
         intent = CallIntent(
-            call=CallId(name),
+            call=name,
             run=RunId(self.run),
             lane=LaneId(f"{self.run}-main"),
             role="main",
@@ -90,15 +108,7 @@ class Talk:
         )
         self.at += 1
         self.journal.call_received(intent).result()
-        chunk = TokenChunk(0, ids, [-0.5] * len(ids), [VersionSpan(version, 0, len(ids))] if ids else [])
-        ended = self.journal.call_ended(
-            CallId(name), CallStatus.COMPLETE, at=self.at, sampled=chunk, finish_reason="stop", answer=answer
-        )
-        ended.result()
-        self.journal.call_delivered(CallId(name)).result()
-        self.tokens, self.parent = prompt + ids, None if hosted else name
-        self.messages = [*self.messages, answer]
-        return name
+        return name, prompt
 
     def end(self, reward: float | None) -> None:
         status = RunStatus.COMPLETED if reward is not None else RunStatus.SCORER_ERROR

@@ -178,6 +178,19 @@ def test_the_longest_common_prompt_is_taken(tmp_path: Path) -> None:
     )
 
 
+def test_a_conversation_ends_with_the_last_answer_though_a_call_failed_after_it(tmp_path: Path) -> None:
+    with Journal(tmp_path / "gyre.db") as journal:
+        for member, (run, said) in enumerate([("a", "Water."), ("b", "Wine.")]):
+            talk = Talk(journal, run, group="g", member=member)
+            talk.turn([SYSTEM, USER], {"role": "assistant", "content": said})
+            talk.fails([{"role": "user", "content": "Go on."}])
+            talk.end(1.0 - member)
+    (line,), _ = lines(tmp_path / "gyre.db", tmp_path, "sft")
+    assert line["messages"][-1]["content"] == "Water." and line["leaf"] == "a-c0"
+    (pair,), _ = lines(tmp_path / "gyre.db", tmp_path, "dpo")
+    assert (pair["chosen"][0]["content"], pair["rejected"][0]["content"]) == ("Water.", "Wine.")
+
+
 def test_ends_of_conversations(tmp_path: Path) -> None:
     with Journal(tmp_path / "gyre.db") as journal:
         talk = Talk(journal, "h", group=None)

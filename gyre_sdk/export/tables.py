@@ -172,11 +172,14 @@ def _best(group: GroupSamples, wanted: Wanted, report: Exported) -> Sequence[Run
 def _conversations(
     journal: Reader, group: GroupSamples, sealer: Sealer, run: RunRecord, clean: Callable[[str], str]
 ) -> list[Conversation]:
-    """Return the conversations that a run's trajectories end with; of a run without token ids, those nobody goes on from."""
+    """Return the conversations that a run's trajectories end with; of a run without token ids, those nobody goes on from.
+
+    A trajectory ends with its last trained answer: the call after it may have failed before there was one.
+    """
     exchanges = journal.exchanges(run.run)
     by_call: dict[str, RecordedExchange] = {exchange.call: exchange for exchange in exchanges}
-    leaves = [row.leaf for row in group.rows if row.run == run.run]
-    chosen = [by_call[leaf] for leaf in leaves if leaf in by_call]
+    answers = [row.call_ids[-1] for row in group.rows if row.run == run.run]
+    chosen = [by_call[call] for call in answers if call in by_call]
     if not chosen:
         rank = {role.name: place for place, role in enumerate(sealer.roles)}
         last = sorted(ends(exchanges), key=lambda one: (rank.get(one.role, len(rank)), one.role))
