@@ -68,10 +68,3 @@ class Steering:
         if len(self._newest) >= _TRAININGS:
             self._newest.pop(next(iter(self._newest)))
         self._newest[training] = own
-
-    def newest(self) -> dict[str, str]:
-        """Return headers that tell another process the newest term, where one training was heard of; else nothing."""
-        if len(self._newest) != 1:
-            return {}
-        [(training, number)] = self._newest.items()
-        return {HEADER: text(Term(training, number))}
