@@ -143,7 +143,7 @@ class Workspace(Protocol):
         ...
 
     def read(self, path: str) -> bytes:
-        """Return a file's bytes, up to 100 MiB; `download` has no limit."""
+        """Return a file's bytes, up to 100 MiB; `download` takes 1 GiB."""
         ...
 
     def ls(self, path: str = ".") -> list[FileInfo]:
@@ -163,7 +163,10 @@ class Workspace(Protocol):
         ...
 
     def download(self, path: str, local: Path | str) -> None:
-        """Copy a file or folder of the workspace to a local path."""
+        """Copy a file or folder of the workspace, of 1 GiB at most, to a local path; a link is followed where it is the path.
+
+        What holds links that lead outside of it, devices or pipes is refused.
+        """
         ...
 
     def kill_all(self) -> None:

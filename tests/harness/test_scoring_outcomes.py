@@ -192,7 +192,8 @@ def test_a_verifier_of_its_own_sees_the_artifacts_alone(docker_client: Any, base
     test = """
     ls -A /workspace /workspace/out | tr '\\n' ' '
     id -u; ls -ld /tests | cut -c1-10
-    wc -c < out/number > /logs/verifier/reward.txt
+    [ "$(readlink out/python) $(readlink out/same)" = "/usr/bin/python3 number" ] || exit
+    wc -c < out/twin > /logs/verifier/reward.txt
     """
     task = Task(
         instruction="x",
@@ -205,12 +206,16 @@ def test_a_verifier_of_its_own_sees_the_artifacts_alone(docker_client: Any, base
     )
     try:
         with DockerWorkspace(task, docker_client) as workspace:
-            workspace.exec("mkdir out; printf 123 > out/number; touch out/a.log mine")
+            workspace.exec(
+                "mkdir out; cd out; printf 123 > a.log; ln a.log number; ln a.log twin; touch ../mine; mkfifo pipe;"
+                " ln -s /usr/bin/python3 python; ln -s number same"  # as in a virtual environment
+            )
             found = evaluate(task, workspace, retries=0)
     finally:
         docker_client.images.remove("gyre/test-verifier:1", noprune=True)
     assert found.reward == 3.0, found
-    assert found.output.split() == ["/workspace:", "out", "/workspace/out:", "number", "1234", "drwxr-xr-x"]
+    left = ["number", "pipe", "python", "same", "twin"]
+    assert found.output.split() == ["/workspace:", "out", "/workspace/out:", *left, "1234", "drwxr-xr-x"]
 
 
 def test_the_policy_has_a_row_for_every_end() -> None:

@@ -8,12 +8,9 @@ workspace itself, as it is after the agent's processes are dead.
 from __future__ import annotations
 
 import posixpath
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import docker
 from docker.errors import DockerException
@@ -25,6 +22,7 @@ from gyre_sdk.harness.scoring.seal import drop_caches, undo
 from gyre_sdk.harness.scoring.watch import Seal
 from gyre_sdk.harness.task import Artifact, Task
 from gyre_sdk.harness.workspace import DockerWorkspace, PooledWorkspace
+from gyre_sdk.harness.workspace.archive import without
 from gyre_sdk.harness.workspace.engine import shared_client
 from gyre_sdk.harness.workspace.images import SNAPSHOT
 from gyre_sdk.harness.workspace.snapshots import remove
@@ -93,14 +91,13 @@ class Retained:
                 self._undo(workspace, workspace.workdir)
                 yield workspace
             return
-        with tempfile.TemporaryDirectory(prefix="gyre-artifacts-") as folder:
-            with self._open(task, self.snapshot) as left:
-                self._undo(left, left.workdir)
-                artifacts = _collect(task, left, left.workdir, Path(folder))
-            with self._open(replace(task, files={}), None) as workspace:
-                for local, path in artifacts:
-                    workspace.upload(local, path)
-                yield workspace
+        with self._open(task, self.snapshot) as left:
+            self._undo(left, left.workdir)
+            artifacts = _collect(task, left)
+        with self._open(replace(task, files={}), None) as workspace:
+            for archive, path in artifacts:
+                workspace.unpacked(archive, path)
+            yield workspace
 
     def _open(self, task: Task, snapshot: str | None) -> DockerWorkspace:
         assert self.client is not None
@@ -202,30 +199,19 @@ def note_left(lines: list[str]) -> list[str]:
     return found
 
 
-def _collect(task: Task, workspace: Workspace, workdir: str, folder: Path) -> list[tuple[Path, str]]:
-    """Download a run's artifacts; return (where they are, their paths in the workspace)."""
+def _collect(task: Task, workspace: DockerWorkspace) -> list[tuple[bytes, str]]:
+    """Return a run's artifacts as (what is there, its path). Nothing of it is written on this machine, whatever it links to."""
     found = []
-    for number, artifact in enumerate(task.artifacts or (Artifact(workdir),)):
-        path = posixpath.normpath(posixpath.join(workdir, artifact.source))
-        local = folder / str(number) / posixpath.basename(path)
-        local.parent.mkdir()
+    for artifact in task.artifacts or (Artifact(workspace.workdir),):
+        path = posixpath.normpath(posixpath.join(workspace.workdir, artifact.source))
         try:
-            workspace.download(path, local)
+            found.append((without(workspace.packed(path), artifact.exclude), path))
         except WorkspaceUnavailable:
             raise
         except WorkspaceError:
             continue  # the agent did not make it: what that is worth, the tests say
-        for pattern in artifact.exclude:
-            _leave_out(local, pattern)
-        found.append((local, path))
     if not found and not task.artifacts:
-        raise ScoringError(f"task {task.name!r}: the working directory {workdir} cannot be read; the run is unscored")
+        raise ScoringError(
+            f"task {task.name!r}: the working directory {workspace.workdir} cannot be read; the run is unscored"
+        )
     return found
-
-
-def _leave_out(folder: Path, pattern: str) -> None:
-    for path in sorted(folder.rglob(pattern), reverse=True):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)

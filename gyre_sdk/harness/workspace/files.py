@@ -17,6 +17,8 @@ from gyre_sdk.records import FileInfo, FileKind
 
 READ_LIMIT = 100 << 20
 """Bytes that `read` returns at most: it holds them in memory."""
+DOWNLOAD_LIMIT = 1 << 30
+"""Bytes of an archive that comes out of a workspace: it is held in memory, and what an agent leaves can be of any size."""
 _BLOCK = 65_536
 _LIST = r"""
 show() { [ $# -eq 0 ] || stat -c '%f %s %Y %n/' "$@" 2>/dev/null; }
@@ -104,20 +106,46 @@ class Files:
                 for entry in sorted(local.iterdir()):
                     archive.add(entry, entry.name, filter=anonymous)
             else:
-                archive.add(local, posixpath.basename(full), filter=anonymous)
+                archive.add(local.resolve(), posixpath.basename(full), filter=anonymous)
         self._place(full if local.is_dir() else posixpath.dirname(full), stream.getvalue())
 
     def download(self, path: str, local: Path | str) -> None:
         """See `ports.Workspace`."""
         full = self._path(path)
-        parent, name = (shlex.quote(part) for part in posixpath.split(full.rstrip("/") or "/"))
+        with tarfile.open(fileobj=io.BytesIO(self.packed(full))) as archive:
+            unpack(archive, full, Path(local))
+
+    def packed(self, path: str) -> bytes:
+        """Return a tar of a file, or of a folder as `.`. A link is followed where it is the path itself, and is kept below.
+
+        Raises:
+            WorkspaceError: it is not there, cannot be read, or has more than 1 GiB.
+        """
+        full = self._path(path)
+        whole, parent, name = (shlex.quote(part) for part in (full, *posixpath.split(full)))
+        # The last line tells how it went; where there is none, `dd` was at its end before.
         status, content = self._ask(
-            f"( cd -- {parent} && [ -e {name} ] && tar -cf - -- {name} ) 2>/dev/null", timeout=600.0
+            f"( if [ -d {whole} ]; then cd -- {whole} && set -- .; else [ -e {whole} ] && cd -- {parent} && set -- -h -- {name}; fi"
+            f' && {{ tar -cf - "$@"; echo $?; }} | dd bs={_BLOCK} count={DOWNLOAD_LIMIT // _BLOCK} iflag=fullblock ) 2>/dev/null',
+            timeout=600.0,
         )
-        if status != 0 or not content:
+        if len(content) >= DOWNLOAD_LIMIT:
+            self._fail("downloaded", full, f"it has more than {DOWNLOAD_LIMIT >> 20} MiB; name a part of it")
+        if status != 0 or not content.endswith(b"\x000\n"):
             self._fail("downloaded", full, "no such file or folder, or some of it is not readable")
-        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-            unpack(archive, posixpath.basename(full), Path(local))
+        return content[:-2]
+
+    def unpacked(self, archive: bytes, path: str) -> None:
+        """Put what `packed` gave of a path where it was, links and all; it becomes its user's.
+
+        Raises:
+            WorkspaceError: it cannot be written.
+        """
+        full = self._path(path)
+        with tarfile.open(fileobj=io.BytesIO(archive)) as entries:
+            first = entries.next()
+        folder = first is not None and posixpath.normpath(first.name) == "."
+        self._place(full if folder else posixpath.dirname(full), archive)
 
     def _fail(self, what: str, path: str, why: str) -> NoReturn:
         raise WorkspaceError(f"{path!r} cannot be {what} in workspace {self.id}: {why}")

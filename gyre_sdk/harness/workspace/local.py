@@ -11,6 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -190,10 +191,12 @@ def sweep_local() -> list[Path]:
 
 
 def _remove_tree(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    if folder.exists():  # folders that were shut, or a process that was still writing
-        subprocess.run(["chmod", "-R", "u+rwX", folder], capture_output=True, check=False)
+    """Remove a folder whatever an agent made of it: folders may be shut, and nested deeper than Python's own way can follow."""
+    with suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        subprocess.run(["chmod", "-R", "u+rwX", folder], capture_output=True, check=False)
+        subprocess.run(["rm", "-rf", folder], capture_output=True, check=False)
 
 
 def _kill_marked(marker: bytes) -> None:

@@ -12,14 +12,12 @@ import tarfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import docker
 from docker.errors import DockerException
 
 from gyre_sdk.errors import WorkspaceError
 from gyre_sdk.harness.cancelling import Cancelled
-from gyre_sdk.harness.workspace.archive import unpack
 from gyre_sdk.harness.workspace.commands import result_of
 from gyre_sdk.harness.workspace.process import Process
 from gyre_sdk.records import ExecResult, FileInfo, FileKind
@@ -85,10 +83,19 @@ class PlainFiles:
             found = [entry for entry in entries if entry.name.strip("/").count("/") == depth]
             return sorted((_info(entry) for entry in found), key=lambda info: info.name)
 
-    def download(self, path: str, local: Path | str) -> None:
-        """Copy a file or folder to a local path."""
-        with self._tar(path) as archive:
-            unpack(archive, archive.getmembers()[0].name.strip("/"), Path(local))
+    def packed(self, path: str) -> bytes:
+        """Return a tar of a file, or of a folder as `.`."""
+        out = io.BytesIO()
+        with self._tar(path) as source, tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as target:
+            entries = source.getmembers()
+            top = entries[0].name.strip("/") if entries[0].isdir() else ""
+            for entry in entries:
+                content = source.extractfile(entry) if entry.isreg() else None
+                if top:
+                    entry.name = posixpath.relpath(entry.name, top)
+                    entry.linkname = posixpath.relpath(entry.linkname, top) if entry.islnk() else entry.linkname
+                target.addfile(entry, content)
+        return out.getvalue()
 
     def place(self, folder: str, archive: bytes) -> list[str]:
         """Unpack a tar into a folder, made where it is missing; return the paths that must now be there."""

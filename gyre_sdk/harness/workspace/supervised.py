@@ -7,7 +7,6 @@ import queue
 import shlex
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NoReturn
 
 from gyre_sdk.errors import WorkspaceError
@@ -279,13 +278,10 @@ class SupervisedWorkspace(Supervision, Files):
         plain = self._plain()
         return plain.ls(self._path(path)) if plain else super().ls(path)
 
-    def download(self, path: str, local: Path | str) -> None:
-        """See `ports.Workspace`."""
+    def packed(self, path: str) -> bytes:
+        """See `Files.packed`."""
         plain = self._plain()
-        if plain:
-            plain.download(self._path(path), local)
-        else:
-            super().download(path, local)
+        return plain.packed(self._path(path)) if plain else super().packed(path)
 
     def _plain(self) -> PlainFiles | None:
         return self.plain if self._supervisor(self.user).bare else None
