@@ -91,6 +91,46 @@ def test_the_state_counts_at_the_agents_end(place):
     assert score(task, workspace).reward == 0.0
 
 
+LINKED = {
+    "direct": "ln -s /tests/expected direct",
+    "relative": "ln -s ../tests/below/expected relative",
+    "through a folder": "ln -s /tests hop; ln -s hop/expected 'through a folder'",
+    "through a line break": "x=$(printf 'a\\nb'); ln -s /tests \"$x\"; ln -s \"$x/expected\" 'through a line break'",
+    "through a process": "ln -s /proc/self/root/tests/expected 'through a process'",
+    "where the tests are": "ln -s /proc/self/cwd/expected 'where the tests are'",
+    "shut/answer": "mkdir shut; ln -s /tests/expected shut/answer; chmod 311 shut",
+}
+COUNT = 'cd /tests; n=0; for a in {}; do cmp -s "/workspace/$a" expected && n=$((n+1)); done; echo $n >/logs/verifier/reward.txt'
+
+
+def test_an_answer_that_is_a_link_to_the_expected_one_is_none(place):
+    count = COUNT.format(" ".join(f"'{name}'" for name in (*LINKED, "honest", "folder/../linked")))
+    task = dataclasses.replace(task_with(count), tests={"test.sh": count, "expected": "42\n", "below/expected": "42\n"})
+    workspace = place(task)
+    workspace.exec("; ".join(LINKED.values()), check=True)
+    workspace.exec(
+        "echo 42 >honest; mkdir -p folder/tests; echo 42 >folder/tests/a; ln -s folder/tests/a linked", check=True
+    )
+    found = score(task, workspace)
+    assert found.reward == 2.0, found
+    for name in ("direct", "hop", "shut/answer"):
+        assert any(f"{name}: leads into the tests" in note for note in found.tampered), found
+
+
+def test_a_link_into_the_tests_that_a_task_has_itself_stays(docker_client, base_image):
+    test = "cmp answer own/expected && r=1; echo ${r:-0} >/logs/verifier/reward.txt"
+    task = Task(instruction="x", tests={"test.sh": test, "expected": "42\n"}, memory_mb=64)
+    with DockerWorkspace(task, docker_client) as workspace:
+        workspace.exec("ln -s /tests own", check=True)
+        seal = prepare(task, workspace)
+        workspace.exec("echo 42 >answer; ln -s /tests mine", check=True)
+        found = score(task, workspace, seal=seal)
+    assert found.reward == 1.0, found
+    assert [note for note in found.tampered if "leads" in note] == [
+        "link /workspace/mine: leads into the tests or the reward; taken away"
+    ]
+
+
 @pytest.fixture
 def workspace(docker_client, base_image, pool):
     with pool.take(task_with(VERIFIER)) as workspace:

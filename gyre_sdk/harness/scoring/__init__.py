@@ -5,8 +5,10 @@ Order::
     prepare                      at the start: scrub git's future history, seal what steers evaluations
     the agent's processes die    proven dead
     separate (default)           the image's programs are put back -> snapshot -> a fresh container, as another user ->
-                                 what steers the evaluation is put back -> tests copied in -> run -> reward
-    shared                       places of reward and tests emptied -> tests copied in -> run -> reward
+                                 what steers the evaluation is put back -> tests copied in -> links that lead
+                                 into them are taken away -> run -> reward
+    shared                       places of reward and tests emptied -> tests copied in -> links that lead into them are
+                                 taken away -> run -> reward
 
 `Task.verifier_mode` decides: `separate` costs a snapshot and a container per run (about a second), `shared` some milliseconds, in the
 workspace that the agent had. Shared is for many short runs in recycled workspaces (their root is read-only and their agent is

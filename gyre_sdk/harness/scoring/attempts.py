@@ -9,7 +9,8 @@ import msgspec
 
 from gyre_sdk.errors import ScoringError, WorkspaceError, WorkspaceUnavailable
 from gyre_sdk.harness.ports import Workspace
-from gyre_sdk.harness.scoring.evaluate import OverallLimit, clean, evaluate_scorer, evaluate_tests
+from gyre_sdk.harness.scoring.evaluate import OverallLimit, clean, evaluate_scorer, evaluate_tests, upload_tests
+from gyre_sdk.harness.scoring.links import take_away
 from gyre_sdk.harness.scoring.retained import NOTES, Retained, from_snapshot, retain
 from gyre_sdk.harness.scoring.watch import Seal
 from gyre_sdk.harness.task import Task
@@ -141,6 +142,8 @@ class _Attempts:
             if retained.mode == "shared" and not retained.cleaned:
                 retained.notes += [f"{path}: there before the evaluation; taken away" for path in there]
             retained.cleaned = True
+            upload_tests(task, workspace)
+            retained.notes += take_away(task, workspace, retained.seal.leads if retained.seal else ())
             apart = retained.mode == "separate"
             env = {**(_SAFE_GIT if apart else {}), **task.verifier_env}
             return evaluate_tests(task, workspace, apart=apart, env=env, left=self._left)

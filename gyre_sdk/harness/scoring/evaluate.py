@@ -57,10 +57,22 @@ def clean(task: Task, workspace: Workspace) -> list[str]:
     return [name for name in done.stdout.split("\0") if name.startswith("/")]
 
 
+def upload_tests(task: Task, workspace: Workspace) -> None:
+    """Place the tests into a clean workspace.
+
+    Raises:
+        ScoringError: the task has none.
+    """
+    files = task.test_files()
+    if not files:
+        raise ScoringError(f"task {task.name!r} has neither tests nor a scorer; give it one")
+    workspace.write_many(files, "/tests")
+
+
 def evaluate_tests(
     task: Task, workspace: Workspace, *, apart: bool, env: Mapping[str, str], left: Callable[[], float | None]
 ) -> Score:
-    """Upload the tests into a clean workspace, run them and read the reward.
+    """Run the tests that were uploaded, and read the reward.
 
     Args:
         apart: the workspace is the evaluation's own. What tests started, or what they ran started, is then killed before the
@@ -72,10 +84,6 @@ def evaluate_tests(
         ScoringError: they failed, or gave no number.
         OverallLimit: the overall limit was reached first.
     """
-    files = task.test_files()
-    if not files:
-        raise ScoringError(f"task {task.name!r} has neither tests nor a scorer; give it one")
-    workspace.write_many(files, "/tests")
     if task.verifier_user is not None:
         workspace.exec("chmod 777 /logs/verifier", timeout=_CLEAN_SECONDS, cwd="/")
     remaining = left()

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from gyre_sdk.errors import ScoringError, WorkspaceError
 from gyre_sdk.harness.ports import Workspace
+from gyre_sdk.harness.scoring.links import leading_links
 from gyre_sdk.harness.scoring.watch import (
     CONTENT_LIMIT,
     SECTIONED,
@@ -71,7 +72,8 @@ def take_seal(task: Task, workspace: Workspace, *, workdir: str) -> Seal | None:
         for path, digest in found.get(why, {}).items()
         if digest != "other"
     ]
-    return Seal(work, seal.homes, path, programs, found, _contents(workspace, small))
+    contents = _contents(workspace, small)
+    return Seal(work, seal.homes, path, programs, found, contents, leading_links(task, workspace))
 
 
 def undo(task: Task, workspace: Workspace, seal: Seal) -> list[Change]:

@@ -103,6 +103,8 @@ class Seal(msgspec.Struct, frozen=True):
     """Why watched -> path -> `sha256:...`, `link:target` or `other`."""
     contents: dict[str, Kept] = {}
     """Path -> the small ones, to put them back."""
+    leads: tuple[str, ...] = ()
+    """Links into the tests or the reward, see `links`."""
 
 
 class Do(StrEnum):
