@@ -191,6 +191,22 @@ def test_a_conversation_ends_with_the_last_answer_though_a_call_failed_after_it(
     assert (pair["chosen"][0]["content"], pair["rejected"][0]["content"]) == ("Water.", "Wine.")
 
 
+def test_runs_that_give_nothing_are_counted(tmp_path: Path) -> None:
+    with Journal(tmp_path / "gyre.db") as journal:
+        for member in range(2):
+            talk = Talk(journal, f"r{member}", group="g", member=member)
+            talk.fails([SYSTEM, USER])
+            talk.end(float(member))
+    for form, reasons in {
+        "parquet": {"run_without_targets": 2},
+        "trl": {"run_without_targets": 2},
+        "sft": {"run_without_conversation": 1, "run_below_the_best": 1},
+        "dpo": {"pair_without_common_prompt": 1},
+    }.items():
+        found, report = lines(tmp_path / "gyre.db", tmp_path, form)
+        assert found == [] and report.left_out == reasons, form
+
+
 def test_ends_of_conversations(tmp_path: Path) -> None:
     with Journal(tmp_path / "gyre.db") as journal:
         talk = Talk(journal, "h", group=None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gyre_sdk.credit import scored
+from gyre_sdk.credit import Row, scored
 from gyre_sdk.errors import SettingsError
 from gyre_sdk.export import lines
 from gyre_sdk.export.chats import Conversation, cleaner, conversation, ends, fork
@@ -81,28 +81,36 @@ def export(journal: Reader, sealer: Sealer, form: str, path: Path, wanted: Wante
                     yield from _dpo(journal, group, sealer, wanted, clean, report)
 
     report.lines = write(path, TABLES[form], made(), {"format": form, **sealer.settings})
+    report.left_out = +report.left_out
     return report
 
 
 def _trajectories(group: GroupSamples, wanted: Wanted, report: Exported) -> Iterator[Line]:
     rows = group.rows if wanted.untrained else group.trained
-    report.left_out["rows_without_advantage"] += len(group.rows) - len(rows)
-    runs: dict[str, RunRecord] = {run.run: run for run in group.runs}
+    runs = _counted(group, rows, report)
     return (lines.trajectory(row, runs[row.run]) for row in rows)
 
 
 def _trl(group: GroupSamples, report: Exported) -> Iterator[Line]:
     number, trained = report.groups - 1, group.trained
-    report.left_out["rows_without_advantage"] += len(group.rows) - len(trained)
-    runs: dict[str, RunRecord] = {run.run: run for run in group.runs}
+    runs = _counted(group, trained, report)
     return (lines.trl(row, runs[row.run], number) for row in trained)
+
+
+def _counted(group: GroupSamples, kept: Sequence[Row], report: Exported) -> dict[str, RunRecord]:
+    """Count what gives no line; return the group's runs by id."""
+    report.left_out["rows_without_advantage"] += len(group.rows) - len(kept)
+    report.left_out["run_without_targets"] += len(group.runs) - len({row.run for row in group.rows})
+    return {run.run: run for run in group.runs}
 
 
 def _sft(
     journal: Reader, group: GroupSamples, sealer: Sealer, wanted: Wanted, clean: Callable[[str], str], report: Exported
 ) -> Iterator[Line]:
     for run in _best(group, wanted, report):
-        for one in _conversations(journal, group, sealer, run, clean):
+        found = _conversations(journal, group, sealer, run, clean)
+        report.left_out["run_without_conversation"] += not found
+        for one in found:
             yield {"messages": one.messages, "tools": one.tools, **lines.of_run(run, role=one.role, leaf=one.leaf)}
 
 
@@ -190,10 +198,10 @@ def _conversations(
 
 def summary(report: Exported, path: Path, form: str) -> str:
     """Return a line for people."""
-    left = ", ".join(f"{count} {reason}" for reason, count in sorted((+report.left_out).items()))
+    left = ", ".join(f"{count} {reason}" for reason, count in sorted(report.left_out.items()))
     return f"{report.lines} lines ({form}) in {path}" + (f"; left out: {left}" if left else "")
 
 
 def as_json(report: Exported, path: Path, form: str) -> dict[str, Any]:
     """Return the same for programs."""
-    return {"format": form, "path": str(path), "lines": report.lines, "left_out": dict(+report.left_out)}
+    return {"format": form, "path": str(path), "lines": report.lines, "left_out": dict(report.left_out)}
