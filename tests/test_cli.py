@@ -203,6 +203,21 @@ def test_errors_are_one_line_and_status_2(tmp_path, store):
         assert done.stderr.startswith("gyre: ") and str(arguments[1]) in done.stderr
 
 
+@pytest.mark.parametrize("options", [(), ("--json",)], ids=["table", "lines"])
+def test_output_that_finds_no_room_is_one_line(store, options):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*GYRE, "calls", str(store), *options],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("gyre: No space left on device")
+
+
 def test_the_version_is_told():
     assert gyre("--version").stdout == f"gyre {gyre_sdk.__version__}\n"
 

@@ -5,6 +5,7 @@ The commands load when one is asked for: a Ctrl-C while they load ends `gyre` as
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ __all__ = ["app", "main"]
 ERROR = 2
 """Exit status when gyre itself says what is wrong."""
 _INTERRUPTED = 130
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def __getattr__(name: str) -> Any:
@@ -35,6 +37,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         commands.app(args=None if argv is None else list(argv), prog_name="gyre")
     except GyreError as error:
         sys.stderr.write(f"gyre: {' '.join(str(error).split())}\n")
+        sys.exit(ERROR)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        sys.stderr.write(f"gyre: {error.strerror}: {error.filename or 'where its output goes'}; make room there\n")
         sys.exit(ERROR)
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
