@@ -46,7 +46,7 @@ class Member:
         self.retry_at = 0.0
         self.retry_s = _RETRY_S[0]
         self.worker: int | None = None
-        """Process id of its worker when it began to train."""
+        """Process id of its worker when it was let in."""
         self.telling: threading.Thread | None = None
         """Tells the proxy that it failed: it does not come back before that has ended."""
         self.held = False
@@ -54,7 +54,7 @@ class Member:
 
     @property
     def has_ended(self) -> bool:
-        """Tell whether the worker that began to train is gone."""
+        """Tell whether the worker that was let in is gone."""
         return self.worker != self.cell.worker_pid()
 
 
@@ -175,11 +175,12 @@ class Moves:
     # -- one cell ------------------------------------------------------------------------------------------------------
 
     def _leave(self, member: Member, reason: str, stays: Stays) -> None:
-        member.worker, member.leaves = member.cell.worker_pid(), None
+        member.leaves = None
         why = reason
 
         def enter(event: CellEvent) -> None:
-            member.held = member.held or (event is CellEvent.DRAINED and not member.core)
+            if event is CellEvent.DRAINED and not member.core:
+                member.worker, member.held = member.cell.worker_pid(), True
             self._enter(member, event, why)
 
         def kept() -> bool:

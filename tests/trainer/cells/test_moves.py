@@ -12,7 +12,7 @@ import pytest
 from cells_kit import Toys, counted, moves
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_manager import World
+from test_manager import Workers, World
 from training_kit import make_model
 
 import gyre_sdk as gyre
@@ -173,6 +173,21 @@ def test_a_cell_whose_switch_the_proxy_does_not_hear_of_is_in_no_role_until_it_d
     assert world.tick(seconds=60) == ["training", "serving", "serving"]
     world.check()
     assert proxy.table == {toy.url for toy in world.toys.replicas[1:]}
+
+
+def test_a_worker_that_is_started_again_while_its_cell_drains_trains(behind: tuple[World, Drains]) -> None:
+    """It is the new one that is let in."""
+    (toys, proxy), workers = (behind[0].toys, behind[1]), Workers()
+    world = World(toys, launched=workers)
+
+    def die(url: str) -> None:
+        workers.pid += 1
+
+    proxy.draining = die
+    assert world.tick(2) == ["training", "training", "serving"]
+    assert world.tick() == ["training", "training", "serving"]
+    workers.pid += 1
+    assert world.tick() == ["training", "failed", "serving"]
 
 
 def test_a_pull_is_no_part_of_what_a_switch_costs(behind: tuple[World, Drains]) -> None:
