@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -255,11 +258,17 @@ def test_scorers_in_python(workspace):
     assert with_scorer(lambda ws: float(ws.read("app.txt") == b"fixed")).reward == 1.0
     assert with_scorer(lambda ws: {"a": 1, "b": 0}) == Score(0.5, {"a": 1.0, "b": 0.0}, mode="shared")
     assert with_scorer(lambda ws: Score(0.2, {"x": 1.0}, "why")).explanation == "why"
-    for wrong in (None, float("nan"), True, "1", {}, Score(float("inf"))):
+    numpy = with_scorer(lambda ws: Score(np.float64(0.5), {"a": np.float32(0.25), "b": np.int64(2)}, 7))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(numpy), type=Score) == numpy
+    assert (numpy.reward, numpy.parts, numpy.explanation) == (0.5, {"a": 0.25, "b": 2.0}, "7")
+    assert with_scorer(lambda ws: {"a": np.float32(0.5)}) == Score(0.5, {"a": 0.5}, mode="shared")
+    for wrong in (None, float("nan"), True, np.True_, "1", {}, Score(float("inf")), Score(1.0, {"a": float("nan")})):
         with pytest.raises(ScoringError):
             with_scorer(lambda ws, wrong=wrong: wrong)
     with pytest.raises(ScoringError, match="ZeroDivisionError"):
         with_scorer(lambda ws: 1 / 0)
+    with pytest.raises(ScoringError, match="SystemExit"):
+        with_scorer(lambda ws: sys.exit(1))
 
 
 def test_the_agents_processes_are_dead_before_a_scorer_looks(workspace):

@@ -8,7 +8,15 @@ import msgspec
 
 from gyre_sdk.errors import ScoringError, WorkspaceUnavailable
 from gyre_sdk.harness.ports import Workspace
-from gyre_sdk.harness.scoring.reward import REWARD_JSON, REWARD_LIMIT, REWARD_TXT, as_score, finite, parse_reward
+from gyre_sdk.harness.scoring.reward import (
+    REWARD_JSON,
+    REWARD_LIMIT,
+    REWARD_TXT,
+    as_score,
+    finite,
+    finite_parts,
+    parse_reward,
+)
 from gyre_sdk.harness.task import Task
 from gyre_sdk.records import ExecResult, Score
 
@@ -112,14 +120,19 @@ def evaluate_scorer(task: Task, workspace: Workspace) -> Score:
         value = task.scorer(workspace)
     except (ScoringError, WorkspaceUnavailable):
         raise
-    except Exception as error:  # boundary: the user's scorer may raise anything; that is no reward
+    except (Exception, SystemExit) as error:  # boundary: the user's scorer may raise anything; that is no reward
         raise ScoringError(f"task {task.name!r}: its scorer failed: {type(error).__name__}: {error}") from error
     if value is None or (isinstance(value, Score) and value.reward is None):
         raise ScoringError(f"task {task.name!r}: its scorer gave no reward (None)")
     where = f"task {task.name!r}: the scorer's reward"
     if isinstance(value, Score):
-        finite(value.reward, where)
-        return value
+        return msgspec.structs.replace(
+            value,
+            reward=finite(value.reward, where),
+            parts=finite_parts(value.parts, where),
+            explanation=str(value.explanation),
+            output=str(value.output),
+        )
     return as_score(value, where)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import msgspec
@@ -53,18 +54,27 @@ def as_score(value: Any, where: str) -> Score:
     if isinstance(value, Mapping):
         if not value:
             raise ScoringError(f'{where} holds no reward: {{}}; write {{"reward": number}}')
-        parts = {str(name): finite(number, f"{where}: {name!r}") for name, number in value.items()}
+        parts = finite_parts(value, where)
         return Score(parts["reward"] if "reward" in parts else _mean(list(parts.values())), parts)
     return Score(finite(value, where))
 
 
+def finite_parts(parts: Mapping[Any, Any], where: str) -> dict[str, float]:
+    """Return names with numbers as floats.
+
+    Raises:
+        ScoringError: one is no number, or not finite.
+    """
+    return {str(name): finite(number, f"{where}: {name!r}") for name, number in parts.items()}
+
+
 def finite(value: Any, where: str) -> float:
-    """Return a number as a float.
+    """Return a number, also one of numpy's, as a float.
 
     Raises:
         ScoringError: it is no number, or not finite.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise ScoringError(
             f"{where} is {str(value)[:80]!r} ({type(value).__name__}), not a number; write a finite number"
         )
