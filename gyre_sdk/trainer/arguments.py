@@ -140,7 +140,7 @@ class TreeGRPOConfig(GRPOConfig):
             epsilon_low=self.epsilon,
             epsilon_high=self.epsilon if self.epsilon_high is None else self.epsilon_high,
             importance_sampling=self.importance_sampling,  # type: ignore[arg-type]
-            max_completion_length=self.max_completion_length or 1024,
+            max_completion_length=1024 if self.max_completion_length is None else self.max_completion_length,
             **{
                 name: getattr(self, name)
                 for name in (

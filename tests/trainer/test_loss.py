@@ -531,6 +531,11 @@ def test_a_wrong_setting_says_what_is_right() -> None:
         LossOptions(importance_sampling_floor=3.0)
     with pytest.raises(SettingsError, match="quantile = 20"):
         LossOptions(top_entropy_quantile=20)
+    with pytest.raises(SettingsError, match="max_completion_length = 0 is not above 0"):
+        LossOptions(loss_type="dr_grpo", max_completion_length=0)
+    for value in (-0.1, math.nan):
+        with pytest.raises(SettingsError, match=f"epsilon_high = {value} is not 0 or more"):
+            LossOptions(epsilon_high=value)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,25 @@ LOSSES: dict[str, Definition] = {
     "vespo": Definition(Surrogate.VESPO, Counted.TARGETS, Inner.MEAN),
 }
 _ALIASES = {"run_mean": "run"}
+_ABOVE_ZERO = (
+    "delta",
+    "max_completion_length",
+    "importance_sampling_cap",
+    "off_policy_mask_threshold",
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+)
+_NOT_BELOW_ZERO = (
+    "epsilon_low",
+    "epsilon_high",
+    "importance_sampling_floor",
+    "beta",
+    "vespo_k_pos",
+    "vespo_lambda_pos",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
+    "negative_advantage_scale",
+)
 _MODES: dict[str, tuple[Literal["token", "sequence"], Literal["truncate", "mask"]]] = {
     "truncate": ("token", "truncate"),
     "mask": ("token", "mask"),
@@ -137,6 +156,10 @@ class LossOptions:
             raise SettingsError(f"importance_sampling = {self.importance_sampling!r} is none of {known}")
         if not 0.0 <= self.top_entropy_quantile <= 1.0:
             raise SettingsError(f"top_entropy_quantile = {self.top_entropy_quantile} is not between 0 and 1")
+        for name in (*_ABOVE_ZERO, *_NOT_BELOW_ZERO):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 or (value == 0 and name in _NOT_BELOW_ZERO)):
+                raise SettingsError(f"{name} = {value} is not {'0 or more' if name in _NOT_BELOW_ZERO else 'above 0'}")
         low, high = self.importance_sampling_floor, self.importance_sampling_cap
         if low is not None and high is not None and low > high:
             raise SettingsError(f"importance_sampling_floor = {low} is above importance_sampling_cap = {high}")
