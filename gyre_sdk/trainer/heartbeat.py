@@ -38,16 +38,19 @@ def watched_from_outside(seconds: float) -> Iterator[Callable[[], None]]:
     if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         yield lambda: None
         return
-    faulthandler.register(_tells_where(), all_threads=True)
+    faulthandler.register(_tells_where(), file=2, all_threads=True)
     command = [sys.executable, "-m", __name__, str(os.getpid()), str(seconds)]
-    watcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    watcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     stopping = threading.Event()
-    threading.Thread(target=_beat, args=(watcher, stopping), name="heartbeat", daemon=True).start()
+    heart = threading.Thread(target=_beat, args=(watcher, stopping), name="heartbeat", daemon=True)
+    heart.start()
 
     def end() -> None:
         stopping.set()
         watcher.kill()
         watcher.wait()
+        heart.join()
+        watcher.stdin.close()  # type: ignore[union-attr]
 
     try:
         yield end

@@ -11,13 +11,14 @@ from gyre_sdk.trainer.heartbeat import is_stopped, silent_for
 
 SECONDS = 120.0
 PROGRAM = """
-import ctypes, os
+import ctypes, io, os, sys
 from gyre_sdk.trainer.heartbeat import watched_from_outside
 
 def hangs_here():
     while True:
         ctypes.PyDLL(None).sleep(600)  # keeps the lock
 
+sys.stderr = io.StringIO()  # as what captures it may
 with watched_from_outside(600.0) as end:
     children = open(f"/proc/self/task/{os.getpid()}/children")
     assert len(children.read().split()) == 1
