@@ -195,6 +195,12 @@ def test_role_weights_go_with_the_call_that_sampled():
             run_weights(selection, role_weights={"main": wrong})
 
 
+def test_a_role_that_nobody_listed_weighs_as_one_that_says_nothing():
+    for roles in (["main"], [Role("main")], []):
+        rows = trajectories(R, [call("a", [1], [2]), call("s", [9], [4], role="critic")], roles=roles)
+        assert [row.weights.tolist() for row in rows] == [[0.5], [0.5]], roles
+
+
 def test_a_role_without_weight_is_context():
     calls = [call("a", [1], [2, 2]), call("s", [1, 2, 2, 3], [4, 4], role="side"), call("b", [1, 2, 2, 3, 4, 4], [5])]
     (row,) = trajectories(R, calls, roles=[Role("main"), Role("side", weight=0.0)])

@@ -180,7 +180,10 @@ def test_longest_takes_what_claims_most():
 def test_all_takes_everything_whatever_the_bounds():
     tree = branching()
     roles = [Role("main", j_max=1), Role("subagent", j_max=0)]
-    assert leaves(tree, rule="all", j_max=1, roles=roles) == ["m9", "m5", "m2", "s20", "s7", "z"]
+    everything = ["m9", "m5", "m2", "s20", "s7", "z"]
+    assert leaves(tree, rule="all", j_max=1, roles=roles) == everything
+    tree.insert(call("unanswered", [1, 2, 2, 2, 2, 7], []))
+    assert "unanswered" in tree.candidates() and leaves(tree, rule="all", roles=roles) == everything, "it owns nothing"
 
 
 def test_main_only_takes_the_first_role_alone():
