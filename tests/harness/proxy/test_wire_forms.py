@@ -209,6 +209,24 @@ def test_forms_of_chat_tools(talk: Talk) -> None:
         assert talk.proxy.calls(fresh["run"])[0].prompt_ids == talk.proxy.calls(access["run"])[0].prompt_ids
 
 
+def test_tools_that_may_be_called() -> None:
+    """The others are not shown: the model cannot be kept from calling what it sees."""
+    body: Wire = {"messages": [ASK], "tools": CHAT_TOOLS}
+    named = {"type": "function", "function": {"name": "read"}}
+    for mode in ("auto", "required"):
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}
+        request = parse_chat(json.dumps({**body, "tool_choice": choice}).encode())
+        assert (request.tool_choice, request.tools) == (mode, tuple(CHAT_TOOLS[1:]))
+    for wrong in (
+        {"mode": "auto", "tools": []},
+        {"mode": "none", "tools": [named]},
+        {"mode": "auto", "tools": ["read"]},
+    ):
+        with pytest.raises(ProtocolError) as refused:
+            parse_chat(json.dumps({**body, "tool_choice": {"type": "allowed_tools", "allowed_tools": wrong}}).encode())
+        assert refused.value.param == "tool_choice"
+
+
 PICTURE: dict[str, Wire] = {
     "chat": {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
     "messages": {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}},

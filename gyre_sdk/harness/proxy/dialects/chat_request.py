@@ -33,7 +33,6 @@ _REFUSED = (
     "guided_regex",
     "guided_choice",
     "guided_grammar",
-    "functions",
     "audio",
     "web_search_options",
 )
@@ -53,11 +52,13 @@ def parse_chat(body: bytes) -> ModelRequest:
     """
     fields = decode_object(body)
     refuse_given(fields, _REFUSED)
+    if fields.get("functions"):
+        refuse("functions is the older form of tools: send tools, and read tool_calls", "functions")
     messages = fields.pop("messages", None)
     if not isinstance(messages, list) or not messages:
         refuse("messages must be a list with at least one message", "messages")
     stream = flag(fields, "stream")
-    choice, forced = _tool_choice(fields)
+    choice, forced, tools = _tool_choice(fields.get("tool_choice"), _tools(fields))
     limit = "max_completion_tokens" if fields.get("max_completion_tokens") is not None else "max_tokens"
     options = fields.get("stream_options")
     if options is not None and not isinstance(options, dict):
@@ -70,7 +71,7 @@ def parse_chat(body: bytes) -> ModelRequest:
         dialect="chat",
         model=text(fields, "model"),
         messages=in_call_order(without_billing([_message(message, at) for at, message in enumerate(messages)])),
-        tools=_tools(fields),
+        tools=tools,
         sampling=sampling(fields, limit=limit),
         fields=fields,
         raw=tuple(messages),
@@ -201,19 +202,33 @@ def _said(given: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in given.items() if value is not None and key != "cache_control"}
 
 
-def _tool_choice(fields: dict[str, Any]) -> tuple[ToolChoice, str]:
-    choice = fields.get("tool_choice")
+def _tool_choice(choice: Any, tools: tuple[dict[str, Any], ...]) -> tuple[ToolChoice, str, tuple[dict[str, Any], ...]]:
+    """Return the choice, the tool that must be called, and the tools that may be."""
     if choice in (None, "auto"):
-        return ToolChoice.AUTO, ""
+        return ToolChoice.AUTO, "", tools
     if choice in ("none", "required"):
-        return ToolChoice(choice), ""
+        return ToolChoice(choice), "", tools
+    allowed = choice.get("allowed_tools") if isinstance(choice, dict) else None
+    if not isinstance(allowed, dict):
+        return ToolChoice.NAMED, _chosen(choice, tools), tools
+    given, mode = allowed.get("tools"), allowed.get("mode")
+    names = [_chosen(item, tools) for item in given] if isinstance(given, list) else []
+    if not names or mode not in ("auto", "required"):
+        refuse("tool_choice.allowed_tools needs mode auto or required, and a list of tools", "tool_choice")
+    return ToolChoice(mode), "", tuple(tool for tool in tools if tool["function"]["name"] in names)
+
+
+def _chosen(choice: Any, tools: tuple[dict[str, Any], ...]) -> str:
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        refuse("tool_choice must be none, auto, required or {type: function, function: {name}}", "tool_choice")
-    if name not in [tool["function"]["name"] for tool in _tools(fields)]:
+        refuse(
+            "tool_choice must be none, auto, required, {type: function, function: {name}} or {type: allowed_tools, ...}",
+            "tool_choice",
+        )
+    if name not in [tool["function"]["name"] for tool in tools]:
         refuse(f"tool_choice names {name!r}, which is not among the tools", "tool_choice")
-    return ToolChoice.NAMED, name
+    return name
 
 
 def _structured(fields: dict[str, Any]) -> dict[str, Any] | None:
