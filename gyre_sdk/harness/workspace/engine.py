@@ -53,7 +53,7 @@ def connect(url: str | None = None) -> docker.DockerClient:
             client.api.trust_env = False  # a socket has no proxy and no password: not looked for with every request
         client.ping()
     except DockerException as error:
-        raise WorkspaceError(NO_ENGINE.format(url=url, why=_cause(error))) from error
+        raise WorkspaceError(NO_ENGINE.format(url=url, why=_cause(error))) from None
     reaper.remember(url)
     return client
 

@@ -57,16 +57,16 @@ class LocalWorkspace(SupervisedWorkspace):
         if task.dockerfile is not None:
             raise WorkspaceError(
                 f"task {task.name!r} builds its environment from {task.dockerfile / 'Dockerfile'}, which a local workspace"
-                " cannot; use kind='docker'"
+                " cannot; use workspace='docker' (--workspace docker)"
             )
         if task.network in ("allowlist", "full"):
             raise WorkspaceError(
-                f"task {task.name!r} has network {task.network!r}, which a local workspace cannot give it; use kind='docker'"
+                f"task {task.name!r} has network {task.network!r}, which a local workspace cannot give it; use workspace='docker' (--workspace docker)"
             )
         if task.services:
             raise WorkspaceError(
                 f"task {task.name!r} has services ({', '.join(service.name for service in task.services)}), which need a"
-                " Docker engine; use kind='docker'"
+                " Docker engine; use workspace='docker' (--workspace docker)"
             )
         self.isolation = isolation or best_isolation()
         if not works(self.isolation):
@@ -76,7 +76,7 @@ class LocalWorkspace(SupervisedWorkspace):
         if self.isolation is Isolation.NONE and task.tests is not None:
             raise WorkspaceError(
                 f"task {task.name!r} has tests, which read and write /tests and /logs: without isolation those are this"
-                " machine's own; install bubblewrap, use kind='docker', or evaluate it by a Python scorer"
+                " machine's own; install bubblewrap, use workspace='docker' (--workspace docker), or evaluate it by a Python scorer"
             )
         sweep_local()
         self.warning = WARNINGS[self.isolation]

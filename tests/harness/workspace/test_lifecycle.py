@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,6 +34,7 @@ from gyre_sdk.harness.workspace import (
     sweep,
     sweep_local,
 )
+from gyre_sdk.harness.workspace.engine import connect
 from gyre_sdk.harness.workspace.images import ensure_image
 from gyre_sdk.harness.workspace.isolation import best_isolation
 from gyre_sdk.harness.workspace.reaper import own_label
@@ -292,8 +294,15 @@ def test_a_local_workspace_does_not_reach_the_machines_loopback(kind):
         assert (asked.exit_code, len(said)) == ((0, 0) if kind == "none" else (1, 1)), asked
 
 
+def test_without_an_engine_the_error_is_all_that_is_shown(tmp_path):
+    """What to do is the last line of a traceback, and not below those of three libraries."""
+    with pytest.raises(WorkspaceError, match="install one") as raised:
+        connect(f"unix://{tmp_path}/docker.sock")
+    assert "The above exception" not in "".join(traceback.format_exception(raised.value))
+
+
 def test_a_local_workspace_refuses_an_image_of_its_own(tmp_path):
-    with pytest.raises(WorkspaceError, match="kind='docker'"):
+    with pytest.raises(WorkspaceError, match="workspace='docker'"):
         LocalWorkspace(Task(instruction="x", dockerfile=tmp_path))
 
 

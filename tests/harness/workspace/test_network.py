@@ -494,5 +494,5 @@ def test_a_runtime_apart_without_a_network_says_what_to_do(docker_client, base_i
 
 
 def test_local_workspaces_have_no_egress():
-    with pytest.raises(WorkspaceError, match="kind='docker'"):
+    with pytest.raises(WorkspaceError, match="workspace='docker'"):
         open_workspace(task(network="full"), kind="local")
