@@ -80,6 +80,7 @@ def test_cost(model: Path, tmp_path: Path) -> None:
     with scripted(model, tmp_path / "other", PIECES, sampled(301, 260)) as (proxy, _):
         answer = proxy.control.post(f"/runs/{proxy.run()['run']}/lanes", json={"limits": {"cost": 1}})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "limits.cost")
+        assert "--price-prompt" in answer.json()["error"]["message"]
 
 
 @PROTOCOLS
