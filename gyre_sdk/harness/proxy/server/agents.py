@@ -16,6 +16,7 @@ from gyre_sdk.harness.proxy.server.intake import Asked, Intake
 from gyre_sdk.harness.proxy.server.prepare import count_prompt
 from gyre_sdk.harness.proxy.server.protocols import DIALECTS
 from gyre_sdk.harness.proxy.server.registry import Registry
+from gyre_sdk.harness.proxy.server.state import Lane
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -79,6 +80,10 @@ class Agents:
     def _sampling(self, dialect: Dialect) -> Handler:
         async def serve(request: web.Request) -> web.StreamResponse:
             lane = (await self._registry.lane(bearer(request))).serving
+            with lane.run.asked_for():
+                return await answer(request, lane)
+
+        async def answer(request: web.Request, lane: Lane) -> web.StreamResponse:
             body = await read_body(request, self._services.settings.max_body)
             count = request.headers.get("x-stainless-retry-count", "0")
             asked = Asked(

@@ -101,6 +101,7 @@ class ProxyServer:
             self.url = f"http://{self.settings.host}:{runner.addresses[0][1]}"
             control.url = (self.settings.public_url or self.url).rstrip("/")
             spawn(fleet.watch())
+            spawn(registry.release(fleet.routes.forget))
             if self.settings.hosted:
                 spawn(asyncio.to_thread(load_litellm))  # takes seconds: not in the first call
             started(self.url)

@@ -19,7 +19,7 @@ from gyre_sdk.harness.proxy.server.agents import bearer
 from gyre_sdk.harness.proxy.server.bodies import read_struct
 from gyre_sdk.harness.proxy.server.budgets import Limits, Prices, Spent, final_status
 from gyre_sdk.harness.proxy.server.conduct import Services
-from gyre_sdk.harness.proxy.server.lane_states import LaneOpened, LaneReleased, write_event
+from gyre_sdk.harness.proxy.server.lane_states import LaneOpened, LaneReleased, RunClosed, write_event
 from gyre_sdk.harness.proxy.server.model_call import OPEN
 from gyre_sdk.harness.proxy.server.orphans import abort_orphan
 from gyre_sdk.harness.proxy.server.registry import Registry
@@ -199,6 +199,9 @@ class Control:
         """Refuse new calls, let those in flight end within a bound, abort the rest."""
         given = await self._body(request, CloseRun)
         state = await self._state(request)
+        if not state.closed:
+            state.closed = True
+            await durable(write_event(self._services.journal, state.run, RunClosed(), time.time()))
         await self._close(state, given.seconds)
         done = await asyncio.to_thread(self._totals, state.run)
         return _json(done)
@@ -320,10 +323,7 @@ class Control:
     def _check(self, limits: Limits) -> None:
         settings = self._services.settings
         if limits.cost is not None and settings.prices == Prices() and not settings.hosted:
-            raise ProtocolError(
-                "limits.cost needs prices: gyre serve --price-prompt USD --price-sampled USD, or ProxySettings(prices=...)",
-                param="limits.cost",
-            )
+            raise ProtocolError("limits.cost needs the service's prices; set them in its settings", param="limits.cost")
 
     def _totals(self, run: RunId) -> dict[str, int]:
         calls, sampled = self._services.journal.run_totals(run)

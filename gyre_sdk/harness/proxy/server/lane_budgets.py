@@ -71,6 +71,11 @@ class LaneBudgets:
                 left = account.opened_at + account.limits.seconds - time.time()
                 self._alarms[lane] = asyncio.get_running_loop().call_later(max(left, 0.0), late, lane)
 
+    @property
+    def clocks(self) -> bool:
+        """Whether a lane's wall time is still to run out."""
+        return any(item.limits.seconds is not None and item.spent is None for item in self._accounts.values())
+
     def close(self) -> None:
         """Watch no more."""
         for alarm in self._alarms.values():

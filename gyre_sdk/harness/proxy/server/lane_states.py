@@ -1,4 +1,6 @@
-"""What lanes have beside their records, in a stream of the store: budgets of their own, and keys that they take over."""
+"""What lanes have beside their records, in a stream of the store: budgets of their own, keys that they take over, and
+whether their run is closed.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +42,20 @@ class LaneSpent(msgspec.Struct, frozen=True, tag="spent"):
         return Spent(self.status, self.what, self.who)
 
 
+class RunClosed(msgspec.Struct, frozen=True, tag="closed"):
+    """The run takes no more calls; how it ends is not known yet."""
+
+
 LaneEvent = LaneOpened | LaneReleased | LaneSpent
-_decode = msgspec.msgpack.Decoder(LaneEvent).decode
+_decode = msgspec.msgpack.Decoder(LaneEvent | RunClosed).decode
 
 
-def write_event(journal: Journal, run: RunId, event: LaneEvent, at: float) -> Write[int]:
-    """Record an event of a run's lane; `at` in seconds since the epoch."""
+def write_event(journal: Journal, run: RunId, event: LaneEvent | RunClosed, at: float) -> Write[int]:
+    """Record an event of a run's lane, or of all of them; `at` in seconds since the epoch."""
     return journal.append(_stream(run), "lane", event, at=at)
 
 
-def read_events(journal: Journal, run: RunId) -> Iterator[LaneEvent]:
+def read_events(journal: Journal, run: RunId) -> Iterator[LaneEvent | RunClosed]:
     """Yield the events of a run's lanes, oldest first."""
     for entry in journal.entries(_stream(run)):
         yield _decode(entry.body)
@@ -64,4 +70,13 @@ def _stream(run: RunId) -> str:
     return f"lanes/{run}"
 
 
-__all__ = ["LaneEvent", "LaneOpened", "LaneReleased", "LaneSpent", "read_events", "spent_event", "write_event"]
+__all__ = [
+    "LaneEvent",
+    "LaneOpened",
+    "LaneReleased",
+    "LaneSpent",
+    "RunClosed",
+    "read_events",
+    "spent_event",
+    "write_event",
+]

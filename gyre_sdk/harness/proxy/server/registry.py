@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from gyre_sdk.errors import ProtocolError
@@ -39,6 +40,7 @@ class Registry:
     def open_run(self, state: RunState) -> None:
         """Keep a run that was just opened, or read back from the store."""
         self._runs[state.run] = state
+        state.used_at = time.monotonic()
         if state.limits.seconds is not None and state.spent is None:
             left = state.created_at + state.limits.seconds - time.time()
             state.alarm = asyncio.get_running_loop().call_later(max(left, 0.0), self._time_is_up, state)
@@ -68,8 +70,22 @@ class Registry:
         lane.run.keys.append(digest)
         return self._keys.setdefault(digest, lane)
 
+    async def release(self, forget: Callable[[RunId], None]) -> None:
+        """Let go of runs that nobody asks for, for ever: a run's agent may never come back, and never end it.
+
+        Args:
+            forget: called with each of them.
+        """
+        idle = self._settings.idle
+        while True:
+            await asyncio.sleep(max(idle / 10, 0.05))
+            before = time.monotonic() - idle
+            for state in [state for state in self._runs.values() if state.used_at <= before and state.at_rest]:
+                self.drop(state.run)
+                forget(state.run)
+
     def drop(self, run: RunId) -> None:
-        """Forget a run that ended."""
+        """Forget a run that ended, or that the store knows all of."""
         state = self._runs.pop(run, None)
         if state is not None and state.alarm is not None:
             state.alarm.cancel()
@@ -93,6 +109,7 @@ class Registry:
         if lane is not None:
             if lane.revoked:
                 raise ProtocolError("the API key was revoked", status=401, code="invalid_api_key")
+            lane.run.used_at = time.monotonic()
             return lane
         record = await asyncio.to_thread(self._journal.lane_of_key, digest) if key else None
         if record is None:
@@ -122,6 +139,8 @@ class Registry:
                     state = await asyncio.to_thread(load_run, self._journal, self._settings.prices, run)
                     if state is not None:
                         self.open_run(state)
+        if state is not None:
+            state.used_at = time.monotonic()
         return state
 
     def _time_is_up(self, state: RunState) -> None:

@@ -95,6 +95,8 @@ class ProxySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds without a byte of a request's body, after which the request is refused."""
     prices: Prices = Prices()
     """What calls cost their run's budget."""
+    idle: float = 3600.0
+    """Seconds without a request after which an open run leaves the memory; its next request reads it back from the store."""
     grace: float = 10.0
     """Seconds that SIGTERM gives calls in flight."""
     classifier: str = ""
@@ -113,7 +115,7 @@ class ProxySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _in_range("max_tokens", self.max_tokens, 1)
         if self.context is not None:
             _in_range("context", self.context, 2)
-        for name in ("patience", "heartbeat", "flush", "retry_pause", "grace"):
+        for name in ("patience", "heartbeat", "flush", "retry_pause", "idle", "grace"):
             _in_range(name, getattr(self, name), 0)
         for name, price in (("price of the prompt", self.prices.prompt), ("price of samples", self.prices.sampled)):
             _in_range(name, price, 0)

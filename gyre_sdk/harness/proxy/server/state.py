@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -105,6 +108,10 @@ class RunState:
     """Rings when the wall time is over."""
     spent: Spent | None = None
     """The budget that ended the run."""
+    requests: int = 0
+    """Requests that are being answered."""
+    used_at: float = 0.0
+    """Monotonic seconds when it was last asked for."""
     tools: tuple[Any, tuple[dict[str, Any], ...]] = ((), ())
     """Tools of the last large request, as sent and as canonical: nearly always those of the next one too."""
     training: bool = False
@@ -118,6 +125,22 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.budgets = LaneBudgets(self.lanes)
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing goes on in the run, no clock of a budget either: all that is known of it is in the store."""
+        clock = self.limits.seconds is not None and self.spent is None
+        return not (self.requests or self.live or clock or self.budgets.clocks)
+
+    @contextmanager
+    def asked_for(self) -> Iterator[None]:
+        """Hold the run in memory while a request is answered."""
+        self.requests += 1
+        try:
+            yield
+        finally:
+            self.requests -= 1
+            self.used_at = time.monotonic()
 
     def refusal(self) -> ProtocolError:
         """Return what a call of a closed run is told."""

@@ -9,7 +9,7 @@ from gyre_sdk.harness.proxy.dialects.canonical import Message
 from gyre_sdk.harness.proxy.lanes.loading import load_classifier
 from gyre_sdk.harness.proxy.server.budgets import Limits, Prices, Spent
 from gyre_sdk.harness.proxy.server.hosted import spent_by
-from gyre_sdk.harness.proxy.server.lane_states import read_events
+from gyre_sdk.harness.proxy.server.lane_states import RunClosed, read_events
 from gyre_sdk.harness.proxy.server.model_call import OPEN
 from gyre_sdk.harness.proxy.server.state import Lane, Orphan, RequestRecord, RunState
 from gyre_sdk.journal import Journal, RecordedExchange
@@ -35,7 +35,10 @@ def load_run(journal: Journal, prices: Prices, run: RunId) -> RunState | None:
     for lane in journal.lanes(run):
         state.lanes[lane.lane] = Lane(lane, state)
     for event in read_events(journal, run):
-        state.budgets.take(event)
+        if isinstance(event, RunClosed):
+            state.closed = True
+        else:
+            state.budgets.take(event)
     exchanges: dict[str, RecordedExchange] = {item.call: item for item in journal.exchanges(run)}
     for call in journal.calls(run, arrays=True):
         _load_call(journal, prices, state, call, exchanges[call.call])
