@@ -323,7 +323,10 @@ class Control:
     def _check(self, limits: Limits) -> None:
         settings = self._services.settings
         if limits.cost is not None and settings.prices == Prices() and not settings.hosted:
-            raise ProtocolError("limits.cost needs the service's prices; set them in its settings", param="limits.cost")
+            raise ProtocolError(
+                "limits.cost needs prices: gyre serve --price-prompt USD --price-sampled USD, or ProxySettings(prices=...)",
+                param="limits.cost",
+            )
 
     def _totals(self, run: RunId) -> dict[str, int]:
         calls, sampled = self._services.journal.run_totals(run)
