@@ -21,7 +21,7 @@ def load_policy(config: PolicyConfig, checkpoint: Path | None = None) -> Any:
 
     Raises:
         TrainerError: the folder does not hold such a model.
-        SettingsError: 4-bit weights are asked for where they cannot be had.
+        SettingsError: 4-bit weights are asked for where they cannot be had, or adapters on tied embeddings.
     """
     disable_progress_bar()
     quantization = _four_bits() if config.lora is not None and config.lora.load_in_4bit else {}
@@ -50,7 +50,7 @@ def load_policy(config: PolicyConfig, checkpoint: Path | None = None) -> Any:
             )
         return PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True)
     lora = config.lora
-    return get_peft_model(
+    policy = get_peft_model(
         model,
         LoraConfig(
             task_type="CAUSAL_LM",
@@ -60,6 +60,20 @@ def load_policy(config: PolicyConfig, checkpoint: Path | None = None) -> Any:
             target_modules=lora.target_modules,
         ),
     )
+    _check_tied(policy, lora.target_modules)
+    return policy
+
+
+def _check_tied(policy: Any, target_modules: object) -> None:
+    """Refuse adapters on one of two tied tables: merged, it is no longer the other, and an engine has one for both."""
+    base = policy.get_base_model()
+    tables = [base.get_input_embeddings(), base.get_output_embeddings()]
+    inner = [getattr(table, "base_layer", table) for table in tables]
+    if None not in inner and inner[0].weight is inner[1].weight and inner != tables:
+        raise SettingsError(
+            f"policy.lora.target_modules = {target_modules!r} puts adapters on the input embeddings or the head, which"
+            f" {type(base).__name__} ties to each other: leave them out"
+        )
 
 
 def _four_bits() -> dict[str, Any]:
