@@ -81,6 +81,34 @@ def test_what_is_staged_and_changed_stays(pool, task):
         assert done.stdout == " M a\nA  b\nstaged\none\n41\n"
 
 
+KINDS = {
+    "kept packs": "mv up r && cd r && git gc -q && for p in .git/objects/pack/*.pack; do : >${p%pack}keep; done",
+    "without old blobs": "mv up r && cd r && git rev-list --objects --all --filter=blob:none --no-object-names >l &&"
+    " git rev-parse HEAD:a HEAD~1:a >>l && x=$(git pack-objects -q .git/objects/pack/pack <l) && rm -r l .git/objects/?? &&"
+    " : >.git/objects/pack/pack-$x.promisor && git config core.repositoryformatversion 1 &&"
+    " git config extensions.partialclone origin && git config remote.origin.promisor true",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_clones_that_hold_on_to_their_packs(pool, task, kind):
+    """Packs that git is told to keep; and those of a partial clone, where what the past lacks cannot be fetched any more."""
+    with pool.take(task) as workspace:
+        made = workspace.exec(
+            "export GIT_CONFIG_COUNT=2 GIT_CONFIG_KEY_0=user.name GIT_CONFIG_VALUE_0=n GIT_CONFIG_KEY_1=user.email GIT_CONFIG_VALUE_1=e\n"
+            "git init -q -b main up && cd up && for n in old base FUTURE; do echo $n >a && git add a && git commit -qm $n || exit; done\n"
+            f"cd .. && {KINDS[kind]} && git checkout -q --detach HEAD~1 && git rev-parse HEAD && rm -rf ../up"
+        )
+        assert made.exit_code == 0, made
+        assert scrub_history(task, workspace, "/workspace", image=kind) == ["/workspace/r"]
+        seen = workspace.exec(
+            "git rev-parse HEAD; git log --all --format=%s; git status --porcelain; git diff; cat a\n"
+            "for o in $(git cat-file --batch-all-objects --batch-check='%(objectname)'); do git cat-file -p $o; done | grep -c FUTURE",
+            cwd="r",
+        )
+        assert seen.stdout == f"{made.stdout}base\nold\nbase\n0\n", seen
+
+
 def test_a_repository_that_cannot_be_scrubbed_is_an_error(docker_client, base_image):
     """The base sandbox has no git, but whoever has Python can read the objects."""
     task = Task(instruction="x", memory_mb=64, files={".git/objects/aa/x": b"", ".git/HEAD": "ref: refs/heads/main\n"})

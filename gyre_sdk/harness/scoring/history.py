@@ -42,7 +42,7 @@ g for-each-ref --format='%(refname)' | while IFS= read -r ref; do
 done
 rm -rf "$dir/logs" "$dir/refs/stash" "$dir/lost-found" "$dir/rebase-merge" "$dir/rebase-apply" "$dir/sequencer" "$dir/worktrees" \
   "$dir/refs/original" "$dir/refs/replace" "$dir/gitk.cache" "$dir/info/refs" "$dir/info/grafts" "$dir/objects/info/commit-graph" \
-  "$dir/objects/info/commit-graphs" "$dir/objects/info/packs" "$dir/objects/pack"/*.bitmap "$dir/objects/pack"/multi-pack-index* \
+  "$dir/objects/info/commit-graphs" "$dir/objects/info/packs" "$dir/objects/pack"/*.bitmap "$dir/objects/pack"/multi-pack-index* "$dir/objects/pack"/*.keep \
   "$dir/branches" "$dir/remotes" "$dir/svn" "$dir/AUTO_MERGE"
 for f in "$dir"/*_HEAD "$dir"/*_MSG "$dir"/*_EDITMSG "$dir"/*_MODE "$dir"/BISECT_* "$dir"/REBASE_*; do
   [ ! -e "$f" ] || rm -rf "$f"
@@ -55,12 +55,22 @@ fi
 g config --local --name-only --get-regexp '^(remote|branch)\.' 2>/dev/null | sed 's/\.[^.]*$//' | sort -u | while IFS= read -r s; do
   g config --local --remove-section "$s" 2>/dev/null || true
 done
-g repack -a -d -q
+if ls "$dir/objects/pack"/*.promisor >/dev/null 2>&1; then  # a partial clone: what it lacks cannot be fetched any more
+  g config --local --unset extensions.partialclone || true
+  g rev-list --objects --missing=allow-any --all --indexed-objects HEAD | cut -d ' ' -f 1 >"$dir/reached"
+  set -- "$1" "$(g pack-objects -q "$dir/objects/pack/whole" <"$dir/reached")"
+  rm -f "$dir/reached" "$dir/objects/pack/pack-"*
+  for f in pack idx; do mv "$dir/objects/pack/whole-$2.$f" "$dir/objects/pack/pack-$2.$f"; done
+  rm -f "$dir/objects/pack/whole-"*
+  : >"$dir/objects/pack/pack-$2.promisor"
+else
+  g repack -a -d -q
+fi
 rm -f "$dir/objects/info/alternates" "$dir/objects/info/packs" "$dir/info/refs"
 g prune --expire=now
 g prune-packed -q
 known=$(g cat-file --batch-all-objects --batch-check='%(objectname)' | wc -l)
-reached=$(g rev-list --objects --all --indexed-objects HEAD | wc -l)
+reached=$(g rev-list --objects --missing=allow-any --all --indexed-objects HEAD | wc -l)
 [ $known -eq $reached ] || { echo "left $((known - reached)) objects in $1"; exit 4; }
 """
 
