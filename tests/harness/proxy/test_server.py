@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from proxy_engine import Finish, ScriptedEngine, Step, Tokens, Wait, say
@@ -20,6 +21,7 @@ from test_render import TOOL, write
 from gyre_sdk.errors import ServiceError
 from gyre_sdk.harness.proxy.render import load_template
 from gyre_sdk.harness.proxy.server import ProxyServer, ProxySettings
+from gyre_sdk.harness.proxy.server.connections import origin
 from gyre_sdk.records import CallStatus, RunStatus
 
 USER: dict[str, Any] = {"role": "user", "content": "hi"}
@@ -393,3 +395,8 @@ async def _run(proxy: Proxy, index: int) -> None:
                     (await client.chat.completions.create(model="policy", messages=messages)).choices[0].message.content
                 )
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "ok"}]
+
+
+def test_the_address_of_an_ipv6_host_is_one_that_clients_take() -> None:
+    assert httpx.URL(f"{origin('::1', 8700)}/v1").port == 8700 and httpx.URL(origin("::1", 8700)).host == "::1"
+    assert origin("127.0.0.1", 8700) == "http://127.0.0.1:8700" and origin("here", 1) == "http://here:1"

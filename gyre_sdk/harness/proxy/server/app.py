@@ -16,7 +16,7 @@ from gyre_sdk.harness.proxy.server import openapi
 from gyre_sdk.harness.proxy.server.agents import Agents
 from gyre_sdk.harness.proxy.server.bodies import PATIENCE, BodyPatience
 from gyre_sdk.harness.proxy.server.conduct import Services
-from gyre_sdk.harness.proxy.server.connections import Runner
+from gyre_sdk.harness.proxy.server.connections import Runner, origin
 from gyre_sdk.harness.proxy.server.control import Control
 from gyre_sdk.harness.proxy.server.fleet import Fleet
 from gyre_sdk.harness.proxy.server.metrics import Metrics, MetricsPage, loopback
@@ -98,7 +98,7 @@ class ProxyServer:
                 raise ServiceError(
                     f"cannot listen on {self.settings.host}:{self.settings.port}: {error}; choose another port, 0 for any, or an address of this machine"
                 ) from error
-            self.url = f"http://{self.settings.host}:{runner.addresses[0][1]}"
+            self.url = origin(self.settings.host, runner.addresses[0][1])
             control.url = (self.settings.public_url or self.url).rstrip("/")
             spawn(fleet.watch())
             spawn(registry.release(fleet.routes.forget))

@@ -24,6 +24,11 @@ BUFFERED = 1 << 15
 """Bytes that a connection may leave unread before its patience is counted; below what makes a write wait."""
 
 
+def origin(host: str, port: int) -> str:
+    """Return the address that clients of a listening socket are given; IPv6 stands in brackets there."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 class SlowClient(ConnectionError):
     """A connection did not take its answer in time."""
 

@@ -24,7 +24,7 @@ from yarl import URL
 from gyre_sdk.errors import ProtocolError, ServiceError
 from gyre_sdk.harness.proxy.server.agents import bearer
 from gyre_sdk.harness.proxy.server.children import Child, supervise
-from gyre_sdk.harness.proxy.server.connections import Runner, SlowClient, abort, send, send_end
+from gyre_sdk.harness.proxy.server.connections import Runner, SlowClient, abort, origin, send, send_end
 from gyre_sdk.harness.proxy.server.metrics import CONTENT_TYPE, loopback
 from gyre_sdk.harness.proxy.server.refusals import refusal
 from gyre_sdk.harness.proxy.server.settings import ProxySettings
@@ -77,12 +77,13 @@ class Workers:
         """
         settings = self.settings
         try:
-            listening = socket.create_server((settings.host, settings.port), backlog=1024)
+            family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+            listening = socket.create_server((settings.host, settings.port), family=family, backlog=1024)
         except OSError as error:
             raise ServiceError(
                 f"cannot listen on {settings.host}:{settings.port}: {error}; choose another port, 0 for any, or an address of this machine"
             ) from error
-        self.url = f"http://{settings.host}:{listening.getsockname()[1]}"
+        self.url = origin(settings.host, listening.getsockname()[1])
         self._children = [self._child(index) for index in range(self._count)]
         async with AsyncExitStack() as leaving:
             leaving.callback(listening.close)
