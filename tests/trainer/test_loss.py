@@ -297,6 +297,25 @@ def test_a_floor_lifts_small_weights() -> None:
     assert one(options, ratio=0.1, advantage=3.0)[0] == pytest.approx(-1.5)
 
 
+def test_either_bound_of_importance_may_be_missing() -> None:
+    rows = [row("r", [1.0]), row("s", [1.0])]
+    for mode, low, high, slopes in [
+        ("truncate", 0.5, None, [-0.25, -2.5]),
+        ("truncate", None, 2.0, [-0.05, -1.0]),
+        ("truncate", None, None, [-0.05, -2.5]),
+        ("mask", 0.5, None, [0.0, -5.0]),
+        ("mask", None, 2.0, [-0.1, 0.0]),
+        ("mask", None, None, [-0.05, -2.5]),
+    ]:
+        options = LossOptions(importance_sampling=mode, importance_sampling_floor=low, importance_sampling_cap=high)  # type: ignore[arg-type]
+        assert evaluate(options, rows, [0.1, 5.0])[1] == pytest.approx(slopes), (mode, low, high)
+
+
+def test_a_weight_on_a_bound_is_within_it() -> None:
+    options = LossOptions(importance_sampling="mask", importance_sampling_floor=1.0, importance_sampling_cap=1.0)
+    assert one(options, ratio=1.0, advantage=3.0)[:2] == pytest.approx((-3.0, -3.0))
+
+
 def test_off_takes_the_samples_as_the_current_policys() -> None:
     assert one(LossOptions(importance_sampling="off"), ratio=5.0, advantage=3.0)[:2] == pytest.approx((-3.0, -3.0))
 
