@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from gyre_sdk.errors import SettingsError, TrainerError
-from gyre_sdk.trainer.config import PolicyConfig
+from gyre_sdk.trainer.config import LoraConfig, PolicyConfig
 
 _ADAPTER = "adapter_config.json"
 
@@ -21,7 +22,8 @@ def load_policy(config: PolicyConfig, checkpoint: Path | None = None) -> Any:
 
     Raises:
         TrainerError: the folder does not hold such a model.
-        SettingsError: 4-bit weights are asked for where they cannot be had, or adapters on tied embeddings.
+        SettingsError: 4-bit weights are asked for where they cannot be had, or adapters on tied embeddings, or adapters of
+            another rank than the checkpoint's.
     """
     disable_progress_bar()
     quantization = _four_bits() if config.lora is not None and config.lora.load_in_4bit else {}
@@ -48,6 +50,7 @@ def load_policy(config: PolicyConfig, checkpoint: Path | None = None) -> Any:
             raise TrainerError(
                 f"{checkpoint} holds full weights, but policy.lora is set; remove it, or start with a new output.dir"
             )
+        _check_rank(config.lora, checkpoint)
         return PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True)
     lora = config.lora
     policy = get_peft_model(
@@ -74,6 +77,17 @@ def _check_tied(policy: Any, target_modules: object) -> None:
             f"policy.lora.target_modules = {target_modules!r} puts adapters on the input embeddings or the head, which"
             f" {type(base).__name__} ties to each other: leave them out"
         )
+
+
+def _check_rank(lora: LoraConfig, checkpoint: Path) -> None:
+    """Refuse other ranks than those of the adapters that training goes on with: they would have no effect."""
+    saved = json.loads((checkpoint / _ADAPTER).read_text())
+    for key, saved_as in (("r", "r"), ("alpha", "lora_alpha")):
+        if getattr(lora, key) != saved[saved_as]:
+            raise SettingsError(
+                f"policy.lora.{key} = {getattr(lora, key)}, and the adapters in {checkpoint}, with which training goes on,"
+                f" have {saved[saved_as]}; set it to that, or train anew with another store.path and output.dir"
+            )
 
 
 def _four_bits() -> dict[str, Any]:

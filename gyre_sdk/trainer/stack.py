@@ -8,10 +8,8 @@ and the policy of the newest whole checkpoint is served, under a version number 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import importlib
 import logging
-import secrets
 import shutil
 import sys
 import time
@@ -48,6 +46,7 @@ from gyre_sdk.trainer.children import (
 from gyre_sdk.trainer.config import TrainerConfig, save_config
 from gyre_sdk.trainer.engines import kv_files, vllm
 from gyre_sdk.trainer.feed import CallFeed
+from gyre_sdk.trainer.identity import check_policy, cluster_name, training_id
 from gyre_sdk.trainer.keys import kept_key
 from gyre_sdk.trainer.ledger import Ledger, Recovery, VersionPublished, recover
 from gyre_sdk.trainer.lingering import Linger
@@ -170,9 +169,10 @@ class Stack:
     def _start(self) -> None:
         config = self.config
         self.tasks = load_tasks(config.tasks, self.base)
-        config.output.dir.mkdir(parents=True, exist_ok=True)
-        self._lock(config.output.dir / "lock")
-        mandate = Mandate.take(config.output.dir, _identity(config.output.dir))
+        self._hold(config.output.dir / "lock", "output.dir", config.output.dir)
+        store = store_file(config.store.path)
+        self._hold(store.with_name(f"{store.name}.lock"), "store.path", config.store.path)
+        mandate = Mandate.take(config.output.dir, training_id(config.output.dir))
         self._checks.append(mandate.check)
         self._linger.hold(process_names(config))  # all that follows may take longer than they would wait
         self._cleanup.callback(self._linger.let_go)
@@ -187,19 +187,20 @@ class Stack:
             self._launcher = make_launcher(
                 config.cells,
                 self.observer,
-                training=_name(config.output.dir),
+                training=cluster_name(config.output.dir),
                 cells=[*cell_names(config.cells), *standalone_names(config.cells)],
                 linger=self._linger,
                 logs=config.output.dir / "logs",
             )
             self._cleanup.callback(self._launcher.close)
         self.ledger = Ledger(self.journal)
+        check_policy(config.output.dir, config.policy.model, fresh=not self.ledger.state.groups)
         self.recovery = recover(self.ledger.state, whole(self.ledger.state))
         alone = config.cells is None or config.cells.ray_address is None
         size = _weights_size(config.policy.model)
         folder = WeightFolder(config.policy.model, config.output.dir, size, memory=alone)
         self._cleanup.callback(folder.remove)
-        transport = make(choose(config), folder, config.policy.model, _identity(config.output.dir))
+        transport = make(choose(config), folder, config.policy.model, training_id(config.output.dir))
         start = self._starting_policy(transport)
         self.publisher = Publisher(
             self.ledger,
@@ -258,14 +259,20 @@ class Stack:
         self._checks.append(self.agents.check)
         self.agents.connect()
 
-    def _lock(self, path: Path) -> None:
-        """Let no second trainer use the folder; the lock ends with the process, however it ends."""
-        file: IO[str] = self._cleanup.enter_context(path.open("a"))
+    def _hold(self, lock: Path, setting: str, value: Path) -> None:
+        """Let no second trainer use what a setting names; the lock ends with the process, however it ends."""
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            file: IO[str] = self._cleanup.enter_context(lock.open("a"))
+        except OSError as error:
+            raise SettingsError(
+                f"{setting} = {str(value)!r} cannot be written to: {error.strerror}; give a place that can"
+            ) from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise SettingsError(
-                f"output.dir = {str(path.parent)!r} is in use by another trainer; stop it, or give another folder"
+                f"{setting} = {str(value)!r} is in use by another trainer; stop it, or give another place"
             ) from None
 
     def _starting_policy(self, transport: Transport) -> PolicyFiles:
@@ -367,19 +374,6 @@ class Stack:
             *(spec(cell, worker) for cell, worker in zip(satellites, workers, strict=True)),
             *(spec(name, standalone=True) for name in standalone_names(cells)),
         ]
-
-
-def _identity(folder: Path) -> str:
-    """Return what tells this training from others that publish to the same replica; it outlives the process."""
-    path = folder / "training.id"
-    if not path.is_file():
-        path.write_text(f"gyre-{secrets.token_hex(6)}")
-    return path.read_text().strip()
-
-
-def _name(folder: Path) -> str:
-    """Return what tells this training from all others on a cluster: where its output is, and which it is."""
-    return hashlib.blake2b(f"{_identity(folder)} {folder.resolve()}".encode(), digest_size=10).hexdigest()
 
 
 def _weights_size(folder: Path) -> int:
