@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from gyre_sdk.errors import TrainerError
 from gyre_sdk.trainer.ledger import LedgerState
 from gyre_sdk.trainer.weights import file_digest
 
 PREFIX = "checkpoint-"
+_FROM_TORCH = re.compile(r"inline_container|iostream")
+"""How torch says that a file could not be written."""
 
 
 def folder_digest(folder: Path, *, sync: bool = False) -> str:
@@ -48,6 +54,28 @@ def remove_after(folder: Path, step: int) -> None:
         number = path.name.removeprefix(PREFIX)
         if path.name.startswith(PREFIX) and number.isdigit() and int(number) > step:
             shutil.rmtree(path)
+
+
+@contextmanager
+def whole_or_gone(folder: Path) -> Iterator[None]:
+    """Remove a checkpoint whose files cannot be written whole.
+
+    Raises:
+        TrainerError: they cannot.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, RuntimeError) and not _FROM_TORCH.search(str(error)):
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+        free = shutil.disk_usage(next(above for above in folder.parents if above.is_dir())).free / 2**20
+        raise TrainerError(
+            f"{folder} cannot be written ({type(error).__name__}: {error}); {free:.0f} MiB are free there: make room, then"
+            " run the same command again, which resumes at the checkpoint before"
+        ) from error
 
 
 def _sync(path: Path) -> None:

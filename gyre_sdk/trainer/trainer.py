@@ -18,6 +18,7 @@ those of one process.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,11 +31,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl.trainer.base_trainer import _BaseTrainer
 
-from gyre_sdk.errors import SettingsError
+from gyre_sdk.errors import SettingsError, TrainerError
 from gyre_sdk.trainer.arguments import TreeGRPOConfig, arguments
 from gyre_sdk.trainer.attention.choose import choose
 from gyre_sdk.trainer.attention.executor import Executor
 from gyre_sdk.trainer.attention.noise import silence
+from gyre_sdk.trainer.checkpoints import whole_or_gone
 from gyre_sdk.trainer.config import TrainConfig
 from gyre_sdk.trainer.loss import LossSums, Totals, denominator, describe
 from gyre_sdk.trainer.mismatch import Mismatch
@@ -115,6 +117,7 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
 
     Raises:
         SettingsError: the model, or the way in which processes were started, does not allow what `args` say.
+        TrainerError: from `train`: a step's gradient is not finite.
     """
 
     loss_is_scaled_for_ga = True
@@ -226,6 +229,12 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
         found = super()._get_grad_norm(model, grad_norm=grad_norm)
         found = found.full_tensor() if isinstance(found, DTensor) else found
         self._grad_norm = 0.0 if found is None else float(found)
+        if not math.isfinite(self._grad_norm):
+            raise TrainerError(
+                f"the gradient of step {self.state.global_step + 1} is not finite (its norm is {self._grad_norm}), and no"
+                " weight was changed by it. Lower train.learning_rate or train.max_grad_norm, or set train.bf16 = false;"
+                " the same command resumes at the last checkpoint"
+            )
         self._learning_rate = self._get_learning_rate()  # once the schedule has stepped, it is the next step's
         return found
 
@@ -248,15 +257,16 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
             self._save(output_dir, state_dict=weights)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        if self.args.sync_ref_model and self.args.should_save:
-            self._prepare()
-            assert isinstance(self._reference, FrozenCopy)
-            self._reference.save(folder)
-        self.ranks.wait()  # each rank writes the state of its random numbers
-        if self.ranks.leads:
-            self._on_saved(self.state.global_step, folder)
+        with whole_or_gone(folder):
+            super()._save_checkpoint(model, trial)
+            if self.args.sync_ref_model and self.args.should_save:
+                self._prepare()
+                assert isinstance(self._reference, FrozenCopy)
+                self._reference.save(folder)
+            self.ranks.wait()  # each rank writes the state of its random numbers
+            if self.ranks.leads:
+                self._on_saved(self.state.global_step, folder)
 
     # -- inside a step -----------------------------------------------------------------------------------------------
 
@@ -362,11 +372,18 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
         self._unlogged.append(report.metrics)
 
 
+class _LastLog(TrainerCallback):  # type: ignore[misc]
+    """Keeps the last log alone: each checkpoint would hold all of them, and the ledger does."""
+
+    def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del state.log_history[:-1]
+
+
 def make_trainer(config: TrainConfig, model: Any, folder: Path, batches: Any, **more: Any) -> TreeGRPOTrainer:
     """Return the trainer that a config describes; `more` as of `TreeGRPOTrainer`."""
     if config.threads:
         torch.set_num_threads(config.threads)
-    return TreeGRPOTrainer(model, arguments(config, folder), batches, **more)
+    return TreeGRPOTrainer(model, arguments(config, folder), batches, callbacks=[_LastLog()], **more)
 
 
 def _reference_model(model: Any, args: TreeGRPOConfig, given: Any) -> Any:

@@ -11,7 +11,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,7 +89,8 @@ class WeightFolder:
         for path in self._base.iterdir():
             if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES):
                 (fresh / path.name).symlink_to(path.resolve())
-        save_file(dict(tensors), fresh / _FILE, metadata={"format": "pt", "gyre_version": str(version)})
+        with _writing(fresh):
+            save_file(dict(tensors), fresh / _FILE, metadata={"format": "pt", "gyre_version": str(version)})
         digest = file_digest(fresh / _FILE)
         fresh.rename(folder)
         return PolicyFiles(version, folder, digest)
@@ -99,7 +101,8 @@ class WeightFolder:
 
         folder, fresh = self._fresh(version)
         (fresh / "adapter_config.json").write_text(json.dumps(weights.config, indent=1))
-        save_file(dict(weights.tensors), fresh / _ADAPTER_FILE, metadata={"format": "pt"})
+        with _writing(fresh):
+            save_file(dict(weights.tensors), fresh / _ADAPTER_FILE, metadata={"format": "pt"})
         digest = file_digest(fresh / _ADAPTER_FILE)
         fresh.rename(folder)
         return PolicyFiles(version, self._base, digest, adapter=folder)
@@ -120,6 +123,25 @@ class WeightFolder:
     def remove(self) -> None:
         """Remove everything."""
         shutil.rmtree(self.root, ignore_errors=True)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Say which folder has no room.
+
+    Raises:
+        PublishError: a version's weights cannot be written.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        free = shutil.disk_usage(folder).free / 2**20
+        raise PublishError(
+            f"weights cannot be written to {folder} ({error}); {free:.0f} MiB are free there: make room, then run the same"
+            " command again"
+        ) from error
 
 
 def file_digest(path: Path) -> str:

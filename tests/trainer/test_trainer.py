@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import copy
+import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from tiny_policy import random_row, tiny_model, unit_of
 
+from gyre_sdk.errors import PublishError, SettingsError, TrainerError
+from gyre_sdk.trainer.checkpoints import folder_digest
 from gyre_sdk.trainer.config import LoraConfig, PolicyConfig, TrainConfig
 from gyre_sdk.trainer.policy import load_policy
 from gyre_sdk.trainer.trainer import StepReport, TreeGRPOConfig, make_trainer
 from gyre_sdk.trainer.units import Unit
-from gyre_sdk.trainer.weights import full_weights
+from gyre_sdk.trainer.weights import WeightFolder, full_weights
 
 
 def batch(step: int, model: Any = None) -> list[Unit]:
@@ -174,6 +179,57 @@ def test_adapters_are_trained_alone_and_published_merged(base: Path, tmp_path: P
     assert any(parameter.requires_grad for parameter in again.parameters())
 
 
+def test_adapters_go_on_with_the_rank_that_they_have(base: Path, tmp_path: Path) -> None:
+    _, _, saved = run(replace(CONFIG, steps=1), lora_policy(base), tmp_path / "out")
+    for lora, said in (
+        (LoraConfig(r=8, alpha=8), "r = 8, .* have 4;"),
+        (LoraConfig(r=4, alpha=16), "alpha = 16, .* 8;"),
+    ):
+        with pytest.raises(SettingsError, match=rf"policy\.lora\.{said} set it to that"):
+            load_policy(PolicyConfig(model=base, lora=lora), saved[-1][1])
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Let this process write no file beyond a size, as a disk would that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(("share", "kind"), [(0.5, "SafetensorError"), (1.5, "RuntimeError")])
+def test_a_checkpoint_that_the_disk_does_not_take_is_gone_and_the_one_before_counts(
+    tmp_path: Path, share: float, kind: str
+) -> None:
+    """Its weights, or the optimizer's state that is twice as large."""
+    first = replace(CONFIG, steps=1)
+    run(first, tiny_model(), tmp_path)
+    whole = folder_digest(tmp_path / "checkpoint-1")
+    size = (tmp_path / "checkpoint-1" / "model.safetensors").stat().st_size
+    with (
+        pytest.raises(TrainerError, match=rf"checkpoint-2 cannot be written \({kind}: .*\); \d+ MiB are free there"),
+        largest_file(int(size * share)),
+    ):
+        run(CONFIG, tiny_model(), tmp_path, resume=str(tmp_path / "checkpoint-1"))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert folder_digest(tmp_path / "checkpoint-1") == whole
+
+
+def test_weights_that_do_not_fit_name_their_folder(base: Path, tmp_path: Path) -> None:
+    folder = WeightFolder(base, tmp_path, 1)
+    with (
+        pytest.raises(
+            PublishError, match=r"weights cannot be written to .*v1\.partial \(.*MiB are free there: make room"
+        ),
+        largest_file(1000),
+    ):
+        folder.write(1, full_weights(tiny_model()))
+    folder.remove()
+
+
 def test_full_weights_leave_the_model_alone_and_tied_tensors_out() -> None:
     model = tiny_model()
     before = weights(model).clone()
@@ -197,6 +253,23 @@ def test_units_are_taken_one_at_a_time(tmp_path: Path) -> None:
     trainer._accumulate = lambda *args: (log.append("train"), inner(*args))[1]  # type: ignore[method-assign, func-returns-value]
     trainer.train()
     assert log == ["seal 0", "train", "seal 1", "train"]
+
+
+def test_a_gradient_that_is_not_finite_ends_training_before_it_changes_a_weight(tmp_path: Path) -> None:
+    model, saved = tiny_model(), list[int]()
+
+    def batches(step: int) -> list[Unit]:
+        units = batch(step)
+        if step == 3:
+            seen.append(weights(model).clone())
+            units[0].rows[0].weights[0] = np.inf
+        return units
+
+    seen: list[torch.Tensor] = []
+    trainer = make_trainer(CONFIG, model, tmp_path, batches, on_saved=lambda step, path: saved.append(step))
+    with pytest.raises(TrainerError, match=r"gradient of step 3 is not finite .*resumes at the last checkpoint"):
+        trainer.train()
+    assert saved == [1, 2] and torch.equal(weights(model), seen[0])
 
 
 def test_options_that_would_break_the_batch_are_refused(tmp_path: Path) -> None:
