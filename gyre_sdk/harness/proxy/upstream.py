@@ -6,6 +6,7 @@ Only the paths named here are ever asked for, so a replica's other endpoints can
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncGenerator, Collection, Sequence
 from enum import StrEnum
 from functools import partial
@@ -48,6 +49,8 @@ class Probe(StrEnum):
     """It cannot be connected to, or broke the connection."""
     UNWELL = "unwell"
     """It answers that it is not well."""
+    UNASKED = "unasked"
+    """This process could open no connection: it has too many files open."""
 
 
 class Upstream:
@@ -184,8 +187,9 @@ class Upstream:
             return Probe.LIVE
         except TimeoutError:
             return Probe.SILENT
-        except (aiohttp.ClientError, OSError):
-            return Probe.REFUSED
+        except (aiohttp.ClientError, OSError) as error:
+            own = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+            return Probe.UNASKED if own else Probe.REFUSED
 
     @property
     def _open_session(self) -> aiohttp.ClientSession:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import socket
 import threading
 import time
@@ -381,6 +383,25 @@ async def test_a_check_that_was_held_up_here_says_nothing() -> None:
         assert await check is None
         assert await fleet.health(engine.url, 0.2) is Health.GONE
         engine.mute.clear()
+        assert await fleet.health(engine.url, 20.0) is Health.LIVE
+        await fleet.close()
+        await upstream.close()
+
+
+async def test_a_process_without_free_descriptors_says_nothing_of_its_replicas() -> None:
+    """What runs there goes on: only new connections are not to be had."""
+    with ScriptedEngine(complete) as engine:
+        upstream = Upstream(versions={})
+        await upstream.open()
+        fleet = Fleet(upstream, [ReplicaSpec(engine.url)])
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest = os.dup(0)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        try:
+            assert await fleet.health(engine.url, 20.0) is None
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert await fleet.health(engine.url, 20.0) is Health.LIVE
         await fleet.close()
         await upstream.close()

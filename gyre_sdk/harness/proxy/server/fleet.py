@@ -240,6 +240,8 @@ class Fleet:
                     self._silent.pop(url, None)
                     self._ails[url] = _AILMENTS[found]
                     return Health.GONE
+                case Probe.UNASKED:
+                    return None
                 case Probe.SILENT:
                     if self._heard.get(url, 0.0) >= asked:
                         return None  # tokens came meanwhile
