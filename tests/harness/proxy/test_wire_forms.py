@@ -182,7 +182,6 @@ def chat_forms(said: Wire) -> dict[str, list[Wire]]:
         "arguments as objects": [{**said, "tool_calls": objects}, *results(said)],
         "one result twice": [said, *results(said), results(said)[1]],
         "one result missing": [said, results(said)[0]],
-        "nothing new": [said],
     }  # fmt: skip
 
 
@@ -191,6 +190,17 @@ def test_forms_of_a_chat_message(talk: Talk) -> None:
         access, said = begin(talk)
         post(talk, access, "chat", {"model": "p", "messages": [ASK, *chat_forms(said)[form]], "tools": CHAT_TOOLS})
         assert talk.texts(goes_on(talk, access).prompt_ids).count(ANSWER) == 1, form
+
+
+@pytest.mark.parametrize("protocol", ["chat", "responses"])
+def test_nothing_new_behind_an_answer(talk: Talk, protocol: str) -> None:
+    """An agent asks again: the model begins another turn behind the one that it ended, as that was sampled."""
+    access, said = begin(talk, protocol)
+    messages = [ASK, said, *results(said)]
+    post(talk, access, protocol, body_of(protocol, messages, tools=CHAT_TOOLS))
+    messages += [{"role": "assistant", "content": "done"}]
+    post(talk, access, protocol, body_of(protocol, messages, tools=CHAT_TOOLS))
+    assert talk.texts(goes_on(talk, access).prompt_ids).endswith(f"done<|im_end|>\n{ASSISTANT}\n")
 
 
 def test_forms_of_chat_tools(talk: Talk) -> None:
