@@ -16,7 +16,7 @@ from cell_events import SMALL, check_trace
 
 from gyre_sdk.cli import main
 from gyre_sdk.cli.follow import Follower
-from gyre_sdk.events import CellMoved, SwitchMeasured, UnitsCommitted
+from gyre_sdk.events import CellMoved, SwitchFailed, SwitchMeasured, UnitsCommitted
 from gyre_sdk.journal import Journal
 from gyre_sdk.view.cells import STREAM, EventsMissed
 
@@ -73,6 +73,21 @@ def test_phases_are_shown_to_the_last(capsys, store):
     _, out, _ = gyre(capsys, "timeline", store)
     said = " ".join(out.split())
     assert all(f"{name} 0.50" in said for name in phases) and "…" not in said
+
+
+def test_replicas_beside_the_cells_and_failed_switches_are_told(capsys, store):
+    with Journal(store / "gyre.db") as journal:
+        for event in (
+            CellMoved(1001.0, "standalone-0", "serving", "loading", 0.0, standalone=True),
+            SwitchFailed(1033.0, "s1", "training", "park", {"drain": 1.0}),
+        ):
+            journal.append(STREAM, type(event).__name__, event, at=event.at).result()
+    _, out, _ = gyre(capsys, "timeline", store)
+    assert "2 cells and 1 standalone replica over 0:34, 1 step, 1 version; 1 switch failed" in " ".join(out.split())
+    _, out, _ = gyre(capsys, "timeline", store, "--json")
+    found = json.loads(out)
+    assert [cell["cell"] for cell in found["cells"] if cell["standalone"]] == ["standalone-0"]
+    assert found["failed_switches"] == [{"cell": "s1", "to": "training", "phase": "park", "phases": {"drain": 1.0}}]
 
 
 def test_json(capsys, store):

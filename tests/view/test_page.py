@@ -135,6 +135,12 @@ def with_cells(number: int) -> State:
     return state
 
 
+def test_replicas_beside_the_cells_are_counted_apart():
+    state = with_cells(2)
+    state.apply(CellsSeen(62.0, 12, 24.0, 2, 3, 1, 40.0, standalone=1))
+    assert "2 serving, 3 training, 1 moving, 1 standalone   runs 12/24" in drawn(state, 120, 36)
+
+
 @pytest.mark.parametrize(("width", "height"), [(30, 10), (78, 30), (80, 24), (120, 36), (200, 50)])
 @pytest.mark.parametrize("number", [1, 3, 64])
 def test_cells_have_their_place_on_the_page(width, height, number):
