@@ -43,7 +43,7 @@ def load_tasks(config: TasksConfig, base: Path) -> list[Task]:
 
 
 def load_agent(config: AgentConfig, base: Path) -> Callable[..., Any]:
-    """Return the agent function: it is called as `function(agent, **options)`."""
+    """Return the agent function: it is called as `function(agent, **options)`, and what an async one comes to is waited for."""
     return resolve(config.function, "agent.function", base)
 
 

@@ -29,13 +29,13 @@ from gyre_sdk.trainer.tasks import load_tasks
 
 AGENT = '''
 """An agent that does what its task says."""
-import os, sys, time
+import asyncio, os, sys, time
 from pathlib import Path
 from gyre_sdk.errors import LimitExceeded, WorkspaceError
 from gyre_sdk.harness.task import Task
 
 HERE = Path(__file__).parent
-DOES = ("end", "raise", "leave", "limit", "workspace", "print", "hold", "die", "options")
+DOES = ("end", "raise", "leave", "limit", "workspace", "print", "hold", "die", "options", "async", "async raise")
 
 def scorer(workspace):
     return 0.0
@@ -44,6 +44,12 @@ def tasks():
     inner = Task(name="inner", instruction="unscored", scorer=lambda workspace: 0.75)
     return [*(Task(name=name, instruction=name, scorer=scorer) for name in DOES), inner]
 
+async def later(agent):
+    await asyncio.sleep(0)
+    if agent.task.instruction == "async raise":
+        raise ValueError("not now")
+    agent.score(0.25)
+
 def agent(agent, held="", value=0.0):
     match agent.task.instruction:
         case "end":
@@ -51,6 +57,8 @@ def agent(agent, held="", value=0.0):
             agent.score(0.5)
         case "options":
             agent.score(value)
+        case "async" | "async raise":
+            return later(agent)
         case "raise":
             raise ValueError("no idea")
         case "leave":
@@ -60,6 +68,7 @@ def agent(agent, held="", value=0.0):
         case "workspace":
             raise WorkspaceError("the workspace is broken")
         case "print":
+            agent.openai().models.list()
             print("hello from an agent", flush=True)
             agent.score(1.0)
         case "hold":

@@ -10,8 +10,10 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from agents_kit import KEY, Client, Place, start_host, wait_for
 
@@ -19,8 +21,10 @@ from gyre_sdk.errors import ServiceError, SettingsError, TrainerError, Workspace
 from gyre_sdk.events import RunEnded, RunStarted, ToolRan
 from gyre_sdk.harness.task import Task
 from gyre_sdk.records import RunStatus
+from gyre_sdk.trainer.agents import calling
 from gyre_sdk.trainer.agents.client import Agents, members
 from gyre_sdk.trainer.agents.outcome import Outcome, OutcomeKind
+from gyre_sdk.trainer.agents.sessions import Sessions
 from gyre_sdk.trainer.agents.settings import AgentSettings
 from gyre_sdk.trainer.agents.wire import Order, dial
 from gyre_sdk.trainer.children import agents_spec
@@ -77,6 +81,8 @@ def group() -> str:
         ("limit", OutcomeKind.ENDED, "", RunStatus.LIMIT, 0.0),
         ("inner", OutcomeKind.ENDED, "", RunStatus.COMPLETED, 0.75),
         ("raise", OutcomeKind.RAISED, "ValueError: no idea", RunStatus.AGENT_ERROR, 0.0),
+        ("async", OutcomeKind.ENDED, "", RunStatus.COMPLETED, 0.25),
+        ("async raise", OutcomeKind.RAISED, "ValueError: not now", RunStatus.AGENT_ERROR, 0.0),
         ("leave", OutcomeKind.RAISED, "SystemExit: 3", RunStatus.CANCELLED, None),
         ("workspace", OutcomeKind.FAILED, "WorkspaceError: the workspace is broken", RunStatus.WORKSPACE_ERROR, None),
     ],
@@ -104,6 +110,28 @@ def test_what_came_of_a_run_crosses_the_wire(
     assert [type(event) for event in told if not isinstance(event, ToolRan)] == [RunStarted, RunEnded]
     assert isinstance(told[0], RunStarted) and isinstance(told[-1], RunEnded)
     assert any(isinstance(event, ToolRan) for event in told) == (task == "end")
+
+
+def test_a_run_whose_agent_hangs_ends_as_timed_out_and_is_scored(
+    place: Place, group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its agent does, if that ever ends."""
+    monkeypatch.setattr(calling, "OVERTIME", 0.2)
+    monkeypatch.syspath_prepend(str(place.folder))
+    place.fresh()
+    sessions = Sessions(
+        replace(place.settings, rollout=msgspec.structs.replace(place.settings.rollout, timeout_s=0.5)),
+        lambda event: None,
+    )
+    sessions.serve(place.url, KEY)
+    try:
+        outcome = sessions.run(Order("hold", group), "")
+        assert outcome.kind is OutcomeKind.ENDED and place.held() == 1
+        (run,) = place.runs(group)
+        assert (run.status, run.reward) == (RunStatus.TIMED_OUT, 0.0)
+    finally:
+        place.go()
+        sessions.stop()
 
 
 def test_outcomes_raise_what_they_are() -> None:
@@ -140,7 +168,9 @@ def test_options_reach_the_agent_and_its_output_the_log(
     assert client.outcome(group).checked().reward == 0.125
     found = client.agents.run(place.tasks["print"], Order("print", split="evaluation"))
     assert found.reward == 1.0
-    assert "hello from an agent" in place.log.read_text()
+    log = place.log.read_text()
+    assert "hello from an agent" in log
+    assert "HTTP Request" not in log  # a line for every call would fill the disk
     assert "hello" not in "".join(capfd.readouterr())
 
 

@@ -51,6 +51,8 @@ from gyre_sdk.trainer.agents.wire import (
 )
 from gyre_sdk.trainer.keys import read_key
 
+_A_LINE_PER_REQUEST = ("httpx", "httpcore", "httpx2", "httpcore2", "openai", "anthropic", "urllib3", "docker")
+"""Loggers of clients that would fill the log, call by call."""
 _EVENTS = 20_000
 """Events that may wait for a trainer; the oldest are forgotten."""
 
@@ -239,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=0, help="0, the default, takes a free one")
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    for name in ("httpx", "httpcore", "openai", "urllib3", "docker"):
+    for name in _A_LINE_PER_REQUEST:
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
         key = read_key(options.folder / KEY_FILE)

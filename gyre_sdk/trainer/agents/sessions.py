@@ -20,6 +20,7 @@ from gyre_sdk.harness.session import Session
 from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace import WorkspacePool
 from gyre_sdk.records import RunStatus
+from gyre_sdk.trainer.agents.calling import call
 from gyre_sdk.trainer.agents.outcome import Outcome, OutcomeKind
 from gyre_sdk.trainer.agents.settings import AgentSettings
 from gyre_sdk.trainer.agents.wire import Order
@@ -126,7 +127,10 @@ class Sessions:
                 classifier=self._settings.agent.classifier,
                 observer=observe,
             ) as agent:
-                self._agent(agent, **{**self._settings.agent.options, **options})
+                call(
+                    lambda: self._agent(agent, **{**self._settings.agent.options, **options}),
+                    self._limits.wall_s or task.agent_timeout_s,
+                )
         finally:
             for run in opened:
                 self._open.pop(run, None)
