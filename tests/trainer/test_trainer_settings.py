@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,8 @@ def test_a_tracker_gets_the_metrics_of_every_step(tmp_path: Path) -> None:
     assert logged["train/reward"] == {1: 0.25, 2: 0.5, 3: 0.75}
     for name in ("train/loss", "train/approx_kl", "train/entropy", "train/grad_norm", "train/learning_rate"):
         assert set(logged[name]) == {1, 2, 3}, name
+    state = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
+    assert len(state["log_history"]) == 1  # it would grow with every step, and be written with every checkpoint
 
 
 def events_of(path: Path) -> list[Event]:
