@@ -86,7 +86,7 @@ class AgentConfig(msgspec.Struct, frozen=True):
     """The user's agent."""
 
     function: str
-    """`module:function`; called as `function(agent, **options)` inside a session; the task is `agent.task`."""
+    """`module:function`; called as `function(agent, **options)` inside a session, and may be async; the task is `agent.task`."""
     options: dict[str, Any] = {}
     classifier: str = ""
     """Tells the lanes of an agent with one key for everything: a preset or `module:attribute`; empty: one lane per key."""
@@ -121,7 +121,7 @@ class RolloutConfig(msgspec.Struct, frozen=True):
     """Reward from which a run counts as a full success."""
 
 
-class RoleConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RoleConfig(msgspec.Struct, frozen=True):
     """What a role of calls counts."""
 
     weight: Annotated[float, msgspec.Meta(ge=0)] = 1.0
@@ -135,7 +135,7 @@ class TrainConfig(msgspec.Struct, frozen=True):
     """How the policy is trained."""
 
     steps: Positive = 20
-    learning_rate: Annotated[float, msgspec.Meta(gt=0)] = 1e-6
+    learning_rate: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1e-6
     schedule: Literal["linear", "constant", "cosine", "constant_with_warmup"] = "linear"
     warmup_steps: NotNegative = 0
     final_learning_rate: Fraction = 0.0
@@ -370,6 +370,20 @@ def load_config(path: Path | str, overrides: list[str] | dict[str, Any] | None =
             " give a Hugging Face model folder"
         )
     return config
+
+
+def check_purpose(config: TrainerConfig, evaluation: str | None = None) -> None:
+    """Check that settings allow what they are to be used for: training, or an evaluation of that name.
+
+    Raises:
+        SettingsError: they do not.
+    """
+    if evaluation is None and not config.engine.publish:
+        raise SettingsError(
+            "training needs engine.publish = true: without publication the policy that acts would never change"
+        )
+    if evaluation == "train":
+        raise SettingsError("an evaluation cannot be named 'train': its runs would be taken for training data")
 
 
 def save_config(config: TrainerConfig, path: Path) -> None:

@@ -23,7 +23,7 @@ from gyre_sdk.records import RunRecord
 from gyre_sdk.trainer.agents.client import packed
 from gyre_sdk.trainer.agents.outcome import Outcome, OutcomeKind
 from gyre_sdk.trainer.agents.wire import Order
-from gyre_sdk.trainer.config import TrainerConfig
+from gyre_sdk.trainer.config import TrainerConfig, check_purpose
 from gyre_sdk.trainer.slots import End, Slots
 from gyre_sdk.trainer.stack import Stack
 
@@ -67,13 +67,13 @@ def evaluate(
         stack: running processes to use; None starts and stops its own.
 
     Raises:
+        SettingsError: the name cannot be used.
         TrainerError: no run could be recorded.
     """
+    check_purpose(config, name)
     if stack is None:
         with Stack(config, observer, base=base) as own:
             return evaluate(config, tasks, name=name, temperature=temperature, stack=own)
-    if name == "train":
-        raise TrainerError("an evaluation cannot be named 'train': its runs would be taken for training data")
     options = {} if temperature is None else {"temperature": temperature}
     missing = unmeasured(stack.journal, name, tasks)
     stack.observer(PhaseStarted(time.time(), name, len(missing)))

@@ -11,16 +11,20 @@ import logging
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
 from gyre_sdk.errors import GyreError, SettingsError
+
+if TYPE_CHECKING:
+    from gyre_sdk.trainer.ledger import Recovery
 
 DONE, FAILED, MISCONFIGURED, INTERRUPTED = 0, 1, 2, 130
 _PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors")
@@ -69,10 +73,11 @@ def _require_packages() -> None:
 
 
 def _run(path: Path, pairs: list[str], plain: bool, as_json: bool, evaluation: str | None) -> int:
-    from gyre_sdk.trainer.config import load_config
+    from gyre_sdk.trainer.config import check_purpose, load_config
     from gyre_sdk.trainer.team import follow, join, place
 
     config = load_config(path, pairs)
+    check_purpose(config, evaluation)
     _require_packages()
     quiet_libraries()
     where = place(os.environ)
@@ -83,9 +88,13 @@ def _run(path: Path, pairs: list[str], plain: bool, as_json: bool, evaluation: s
         follow(config, ranks)
         return DONE
     from gyre_sdk.trainer.evaluation import evaluate
+    from gyre_sdk.trainer.ledger import recover
     from gyre_sdk.trainer.stack import Stack
 
     report: msgspec.Struct
+    if not as_json:
+        sys.stdout.write(f"starting; the processes of this training write to {config.output.dir / 'logs'}\n")
+        sys.stdout.flush()
     with ExitStack() as cleanup:
         try:
             observer = cleanup.enter_context(_view(plain))
@@ -104,7 +113,15 @@ def _run(path: Path, pairs: list[str], plain: bool, as_json: bool, evaluation: s
             report = evaluate(config, stack.tasks, name=evaluation, stack=stack)
     if as_json:
         sys.stdout.write(json.dumps(msgspec.to_builtins(report)) + "\n")
+    elif evaluation is None:
+        sys.stdout.write(f"{_outcome(recover(stack.ledger.state), config.store.path)}\n")
     return DONE
+
+
+def _outcome(state: Recovery, store: Path) -> str:
+    """Return where a training stands, where its policy is, and how to look at it."""
+    policy = "" if state.checkpoint is None else f", and the policy is in {state.checkpoint.path}"
+    return f"trained to step {state.step}{policy}; look at it with: gyre report {store} --out report.html"
 
 
 def quiet_libraries() -> None:
@@ -116,6 +133,10 @@ def quiet_libraries() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name in ("transformers", "trl", "accelerate", "httpx"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    theirs = r"(accelerate|datasets|peft|transformers|trl)\b"
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning, module=theirs
+    )  # of one to another: users cannot act on it
 
 
 def _view(plain: bool) -> AbstractContextManager[Any]:

@@ -20,14 +20,14 @@ import msgspec
 
 from gyre_sdk import events
 from gyre_sdk.credit import Baseline
-from gyre_sdk.errors import SettingsError, TrainerError
+from gyre_sdk.errors import TrainerError
 from gyre_sdk.harness.hooks import unobserved
 from gyre_sdk.harness.ports import Observer
 from gyre_sdk.select import ROLES, Role
 from gyre_sdk.trainer.agents.client import members
 from gyre_sdk.trainer.agents.wire import Order
 from gyre_sdk.trainer.checkpoints import folder_digest, remove_after
-from gyre_sdk.trainer.config import TrainConfig, TrainerConfig
+from gyre_sdk.trainer.config import TrainConfig, TrainerConfig, check_purpose
 from gyre_sdk.trainer.ledger import (
     CheckpointSaved,
     GroupClosed,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 _UNTRAINED = "untrained/"
 _STOP_SECONDS = 5.0
 _HOPELESS_STEPS = 2
-"""Steps in a row without one scored run, after which training gives up."""
+"""Steps in a row without a scored run, or without an answer of the policy in any, after which training gives up."""
 
 
 class TrainReport(msgspec.Struct, frozen=True):
@@ -112,10 +112,7 @@ def train(
         SettingsError: the config does not allow training.
         TrainerError: training cannot go on.
     """
-    if not config.engine.publish:
-        raise SettingsError(
-            "training needs engine.publish = true: without publication the policy that acts would never change"
-        )
+    check_purpose(config)
     if stack is None:
         with Stack(config, observer, base=base) as own:
             return train(config, stack=own, ranks=ranks)
@@ -185,6 +182,8 @@ class _Training:
         """Of that step."""
         self._crew = self._make_crew() if stack.core is not None else None
         self._burst = Burst(config.rollout.publish_every, config.train.steps)
+        self._found = frozenset(stack.recovery.closed)
+        """Groups that an earlier process closed: what was wrong with them may be corrected by now."""
         self._hopeless = 0
 
     def _make_crew(self) -> Crew:
@@ -305,19 +304,32 @@ class _Training:
             f"nothing to train in {len(current.groups)} groups; scored {scored} of {current.runs()} runs ({counts})"
         )
         self._stack.observer(events.StepSkipped(time.time(), step, reason))
-        self._hopeless = 0 if scored else self._hopeless + 1
-        if self._hopeless >= _HOPELESS_STEPS:
-            raise TrainerError(
-                f"no run of the last {self._hopeless} steps got a score; {self._first_error(current)}correct that, then"
-                " run the same command again"
-            )
+        wrong = self._wrong(current)
+        if wrong is None:
+            self._hopeless = 0
+        elif any(group.group not in self._found for group in current.groups):
+            self._hopeless += 1
+            if self._hopeless >= _HOPELESS_STEPS:
+                raise TrainerError(
+                    f"no run of the last {self._hopeless} steps {wrong}, then run the same command again"
+                )
 
-    def _first_error(self, current: _Step) -> str:
-        for group in current.groups:
-            for run in self._stack.journal.runs(group=group.group):
-                if run.error:
-                    return f"run {run.run} ended as {run.status}: {run.error[:500]}; "
-        return ""
+    def _wrong(self, current: _Step) -> str | None:
+        """Return what no run of a step has, for which nothing could be trained; None where one has it all."""
+        journal, logs = self._stack.journal, self._config.output.dir / "logs" / "agents.log"
+        if not current.rewards():
+            ended = (run for group in current.groups for run in journal.runs(group=group.group))
+            errors = (f"run {run.run} ended as {run.status}: {run.error[:500]}; " for run in ended if run.error)
+            if (error := next(errors, None)) is None:
+                return "got a score: let the agent call agent.score(reward), or give the tasks a scorer or tests"
+            return f"got a score; {error}correct that (what the agent printed is in {logs})"
+        runs = (run for group in current.groups for run in group.runs)
+        if not any(call.sampled_tokens for run in runs for call in journal.call_summaries(run=run)):
+            return (
+                "has an answer of the policy: let the agent send its calls to agent.base_url with agent.api_key, as"
+                " agent.openai() and the like do"
+            )
+        return None
 
     def _on_saved(self, step: int, folder: Path) -> None:
         self._ledger.add(CheckpointSaved(step, str(folder), folder_digest(folder, sync=True)), at=time.time())

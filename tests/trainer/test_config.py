@@ -127,6 +127,21 @@ def test_cells(tmp_path: Path) -> None:
             load_config(path, pairs)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "engine.publish=false"], "training needs engine.publish = true"),
+        (["--evaluate", "train"], "an evaluation cannot be named 'train'"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert train([str(write(tmp_path)), *arguments]) == MISCONFIGURED
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_training_needs_its_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

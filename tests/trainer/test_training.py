@@ -255,10 +255,19 @@ def test_groups_without_contrast_are_skipped_and_counted(config: Path, tmp_path:
     assert "scored 6 of 6 runs (group_flat 2)" in skipped[0].reason
 
 
-def test_an_agent_that_never_gets_a_score_ends_training_with_its_error(config: Path, tmp_path: Path) -> None:
-    settings = load_config(config, ["agent.function=loop_agent:broken"])
-    with pytest.raises(TrainerError, match=r"no run of the last 2 steps got a score.*this agent cannot do anything"):
-        train(settings, base=tmp_path)
+def test_an_agent_that_gives_nothing_to_train_ends_training_and_a_corrected_one_goes_on(
+    config: Path, tmp_path: Path
+) -> None:
+    """The groups that the wrong ones left are skipped, and are no reason to give up again."""
+
+    def trained_by(agent: str) -> int:
+        return train(load_config(config, [f"agent.function=loop_agent:{agent}", "train.steps=8"]), base=tmp_path).steps
+
+    with pytest.raises(TrainerError, match=r"no run of the last 2 steps has an answer of the policy: .*base_url"):
+        trained_by("silent")
+    with pytest.raises(TrainerError, match=r"no run of the last 2 steps got a score; .*this agent cannot do anything"):
+        trained_by("broken")
+    assert trained_by("agent") == 8
 
 
 def test_an_unscored_evaluation_run_is_repeated_once_and_never_later(config: Path, tmp_path: Path) -> None:
@@ -267,12 +276,14 @@ def test_an_unscored_evaluation_run_is_repeated_once_and_never_later(config: Pat
     with Stack(settings, base=tmp_path) as stack:
         with pytest.raises(SettingsError, match=r"output\.dir = .* is in use by another trainer"):
             Stack(load_config(config), base=tmp_path).__enter__()
+        with pytest.raises(SettingsError, match=r"store\.path = .* is in use by another trainer"):
+            Stack(load_config(config, ["output.dir=elsewhere"]), base=tmp_path).__enter__()
         first = evaluate(settings, stack.tasks, name="held-out", stack=stack)
         assert (first.runs, first.scored, first.success) == (3, 0, 0.0)
         assert len(stack.journal.runs()) == 6
         assert evaluate(settings, stack.tasks, name="held-out", stack=stack) == first
         assert len(stack.journal.runs()) == 6
-        with pytest.raises(TrainerError, match="cannot be named 'train'"):
+        with pytest.raises(SettingsError, match="cannot be named 'train'"):
             evaluate(settings, stack.tasks, name="train", stack=stack)
 
 
@@ -303,6 +314,7 @@ def test_interrupting_leaves_a_store_to_resume_from(config: Path, tmp_path: Path
         (["--set", "train.stepz=3"], "train.stepz = 3 in the arguments: there is no such key; did you mean 'steps'?"),
         (["--set", "agent.function=nowhere:agent"], "there is no module 'nowhere'"),
         (["--set", "agent.function=loop_agent:nobody"], "has no function 'nobody'"),
+        (["--set", "output.dir=loop_agent.py"], "loop_agent.py' cannot be written to: File exists; give a place"),
         (["--set", "tasks.options.count=0"], "tasks.loader = 'loop_agent:tasks' gives no tasks"),
         (["--set", "engine.kind=vllm", "--set", "engine.transport=lora"], "publishes adapters: set policy.lora"),
         (["--set", "engine.kind=vllm", "--set", "engine.transport=nccl"], "torch sees no GPU here"),

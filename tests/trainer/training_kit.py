@@ -39,6 +39,9 @@ def broken(agent):
 def unscorable(agent):
     pass  # its task has nothing that could score it
 
+def silent(agent):
+    agent.score(0.5)  # and never calls the model
+
 def flat(agent):
     agent.openai().chat.completions.create(
         model="policy", messages=[{"role": "user", "content": "x"}], max_tokens=4)
