@@ -81,8 +81,12 @@ def ask(hook: CreditHook, name: str, run: RunRecord, calls: Sequence[CallFacts])
     role_of = {call.call: call.role for call in calls}
     roles = set(role_of.values())
     for kind, values in (("role", found.roles), ("call", found.calls)):
+        if not isinstance(values, Mapping):
+            raise HookError(
+                f"credit hook {name} gave rewards per {kind} of run {run.run} as a {type(values).__name__}; give a mapping"
+            )
         for key, value in values.items():
-            if not isinstance(value, Real) or not isfinite(value):
+            if not isinstance(value, Real) or not _finite(value):
                 raise HookError(
                     f"credit hook {name} gave {kind} {key!r} of run {run.run} {value!r}; give a finite number"
                 )
@@ -138,13 +142,21 @@ def own_credit(
                     f"credit hook {name} gave no reward to call {missing[0]!r} of role {role!r} in run {one.run}, as it did"
                     " to others of that role"
                 )
-            given[one.run] = [one.rewards.roles[role]] if whole else [one.rewards.calls[call] for call in calls]
+            rewarded = [one.rewards.roles[role]] if whole else [one.rewards.calls[call] for call in calls]
+            given[one.run] = [float(reward) for reward in rewarded]
         comparison = sets[f"role {role}" if whole else f"calls of {role}"] = compare(given, baseline=baseline)
         for one in found:
             calls = one.members.get(role, ())
             credit: Sequence[float | None] = comparison.advantages.get(one.run, [None] * (1 if whole else len(calls)))
             advantages[one.run] |= dict(zip(calls, [*credit] * (len(calls) if whole else 1), strict=True))
     return OwnCredit(advantages, sets)
+
+
+def _finite(reward: Real) -> bool:
+    try:
+        return isfinite(reward)
+    except OverflowError:  # an integer beyond floats
+        return False
 
 
 def _members(calls: Sequence[CallFacts]) -> dict[str, list[CallId]]:
