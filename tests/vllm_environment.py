@@ -6,6 +6,9 @@ import os
 from pathlib import Path
 
 VLLM_PYTHON = Path(os.environ.get("GYRE_VLLM_PYTHON", Path(__file__).parent.parent / ".venv-vllm" / "bin" / "python"))
+IN_ONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+"""The engine computes in its own process, as it does on one GPU, with one thread, on whichever core is free. On CPUs vLLM
+starts a further process for that otherwise."""
 
 
 def environment() -> dict[str, str]:

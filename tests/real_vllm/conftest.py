@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from vllm_environment import VLLM_PYTHON, environment
+from vllm_environment import IN_ONE, VLLM_PYTHON, environment
 
 import gyre_sdk as gyre
 from gyre_sdk.harness.proxy.routing import ReplicaSpec
@@ -19,9 +19,16 @@ from gyre_sdk.harness.proxy.routing import ReplicaSpec
 RENDERER = {"enable_thinking": True, "thinking_retention": "all"}
 
 
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=2).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
 @pytest.fixture(scope="session")
 def vllm(demo_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a vLLM server, started once for the suite."""
+    """The address of a vLLM server that compiles its model, started once for the suite."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -30,20 +37,14 @@ def vllm(demo_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     command += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--max-model-len", "1024"]
     command += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
-    command += ["--enforce-eager"]  # to compile the model would take longer than all that is asked of it
     with (folder / "log").open("wb") as log:
         server = subprocess.Popen(
-            command, cwd=folder, env=environment(), stdout=log, stderr=log, start_new_session=True
+            command, cwd=folder, env={**environment(), **IN_ONE}, stdout=log, stderr=log, start_new_session=True
         )
     try:
-        url = f"http://127.0.0.1:{port}"
-        for _ in range(600):
-            assert server.poll() is None, (folder / "log").read_text()[-3000:]
-            try:
-                if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                    break
-            except httpx.HTTPError:
-                pass
+        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 600
+        while not _answers(url):
+            assert server.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()[-3000:]
             time.sleep(0.5)
         yield url
     finally:
