@@ -207,3 +207,17 @@ def test_settled_calls_are_as_if_they_had_come_so(calls, data):
 def test_only_what_is_in_the_tree_can_be_settled():
     with pytest.raises(TreeError, match="call x is not in this run's tree"):
         RunTree().settle(CallId("x"), CallStatus.DELIVERED)
+
+
+def test_an_answer_is_known_again_across_a_fork():
+    """Another prompt leaves the path in the middle of what came back: no edge holds all of it."""
+    taken, other = list(range(40, 50)), list(range(60, 70))
+    tree = RunTree.from_calls(
+        [
+            call("a", [1, 2], taken, role="main-summary"),
+            call("b", [1, 2], other, role="main-summary"),
+            call("c", [1, 20, *taken, 30], [4]),
+            call("d", [1, 20, *taken[:5], 99], [4]),
+        ]
+    )
+    assert [tree.untrained(CallId(name)) for name in "ab"] == [None, Untrained.REJECTED]
