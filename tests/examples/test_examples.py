@@ -49,16 +49,19 @@ import openai
 
 client = openai.OpenAI()
 
-def ask(*messages):
-    given = [{"role": role, "content": content} for role, content in messages]
-    answer = client.chat.completions.create(model="any", messages=given, max_tokens=80)
-    return answer.choices[0].message.content
+def said(role, content):
+    return {"role": role, "content": content}
 
-begin = [("system", "You look around."), ("user", "Look around")]
+def ask(*messages):
+    answer = client.chat.completions.create(model="any", messages=messages, max_tokens=80)
+    return answer.choices[0].message
+
+begin = [said("system", "You look around."), said("user", "Look around")]
 first = ask(*begin)
-review = ask(("system", "You review."), ("user", "Review what was seen"))
-ask(*begin, ("assistant", first), ("user", "They say: " + review))
+review = ask(said("system", "You review."), said("user", "Review what was seen"))
+ask(*begin, first, said("user", "They say: " + (review.content or "nothing")))
 """
+"""The policy may answer with a call of the tool that it was trained to use, and no text."""
 
 
 def test_black_box_agent(tmp_path: Path, demo_policy: Path, replica: str) -> None:
