@@ -266,7 +266,7 @@ WRONG: list[tuple[bytes, str | None]] = [
     (b"{", None),
     (b"[]", None),
     (b"\xff", None),
-    (b'{"messages": "\\ud800"}', None),
+    (b'{"messages": "\\ud800"}', "messages"),
     (b"[" * 100_000, None),
     (b"{}", "messages"),
     (b'{"messages": []}', "messages"),
