@@ -5,7 +5,6 @@ WORKERS ?= 2
 RERUNS ?= 1
 BIN := .venv/bin
 PIP := -qq --disable-pip-version-check
-SYSTEM_PACKAGES := docker.io busybox-static bubblewrap nodejs npm
 VLLM_PYTHON := .venv-vllm/bin/python
 
 .PHONY: help setup system demo test check vllm bench clean
@@ -26,18 +25,19 @@ setup: system .venv/ready
 	$(BIN)/python -m pip install $(PIP) -c constraints.txt -e '.[train]' --group dev
 	@touch $@
 
-# Docker engine, busybox for the base sandbox, bubblewrap for the local workspace, npm for the agent programs that the
-# tests run: installed where we may, named where not.
+# Docker engine, busybox for the base sandbox, bubblewrap for the local workspace, npm and debootstrap for the agent programs
+# and the stand-in for public images that the tests run: installed where we may, named where not.
 system:
 	@missing=""; command -v dockerd >/dev/null || [ -S /var/run/docker.sock ] || [ -n "$$DOCKER_HOST" ] || missing="$$missing docker.io"; \
 	[ -x /bin/busybox ] || missing="$$missing busybox-static"; command -v bwrap >/dev/null || missing="$$missing bubblewrap"; \
 	command -v npm >/dev/null || missing="$$missing nodejs npm"; \
+	[ -x /usr/sbin/debootstrap ] || command -v debootstrap >/dev/null || missing="$$missing debootstrap"; \
 	if [ -n "$$missing" ]; then \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	    echo "installing:$$missing"; \
 	    { apt-get install -y -qq --no-install-recommends $$missing >/dev/null 2>&1 || \
 	      { apt-get update -qq >/dev/null && apt-get install -y -qq --no-install-recommends $$missing >/dev/null; }; }; \
-	  else echo "not installed:$$missing (Debian/Ubuntu: sudo apt-get install$$missing; elsewhere: a Docker engine, a static busybox at /bin/busybox, bubblewrap, Node.js with npm)"; fi; fi
+	  else echo "not installed:$$missing (Debian/Ubuntu: sudo apt-get install$$missing; elsewhere: a Docker engine, a static busybox at /bin/busybox, bubblewrap, Node.js with npm, debootstrap)"; fi; fi
 
 demo: setup
 	$(BIN)/python examples/quickstart/demo.py $(DEMO_ARGS)
