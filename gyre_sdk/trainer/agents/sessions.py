@@ -69,9 +69,8 @@ class Sessions:
     def serve(self, url: str, key: str) -> None:
         """Have runs from now on recorded there."""
         if self._service_at != (url, key):
-            self._service = ServiceClient(
-                url, key, arrival=_AWAY
-            )  # the one before is that of the runs that began with it
+            # the one before is that of the runs that began with it
+            self._service = ServiceClient(url, key, arrival=_AWAY)
             self._service_at = (url, key)
 
     def know(self, key: str, task: bytes) -> None:
