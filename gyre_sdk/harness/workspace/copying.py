@@ -11,6 +11,7 @@ from types import TracebackType
 import docker
 
 from gyre_sdk.harness.workspace import memory
+from gyre_sdk.harness.workspace.halting import go_on, halt
 from gyre_sdk.harness.workspace.hardening import SUPERVISOR_FOLDER
 from gyre_sdk.harness.workspace.images import Image
 from gyre_sdk.harness.workspace.overlay import NotHere, copy_tree, folder_of, upper_folder
@@ -36,7 +37,7 @@ class Copying:
         self._client, self._source, self._folders = client, source, [one for one in folders if one != SUPERVISOR_FOLDER]
         self._upper: Path = upper
         self._halting = ThreadPoolExecutor(1)
-        self._halted: Future[None] | None = self._halting.submit(client.api.pause, source)
+        self._halted: Future[None] | None = self._halting.submit(halt, client, source)
         self._pid = 0
         self._held: list[str] = []
 
@@ -66,7 +67,7 @@ class Copying:
         """Let the source run again, beside whatever comes next."""
         if self._halted is not None:
             self._halted = None
-            self._halting.submit(self._client.api.unpause, self._source)
+            self._halting.submit(go_on, self._client, self._source)
 
     def __enter__(self) -> Copying:
         return self

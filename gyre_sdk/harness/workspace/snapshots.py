@@ -12,8 +12,8 @@ import posixpath
 import secrets
 import tarfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import IO
 
@@ -24,6 +24,7 @@ from docker.types import LogConfig
 from gyre_sdk.errors import WorkspaceError
 from gyre_sdk.harness.workspace import memory, owner, reaper
 from gyre_sdk.harness.workspace.contents import folder_tar
+from gyre_sdk.harness.workspace.halting import halted
 from gyre_sdk.harness.workspace.hardening import CAPABILITIES, SUPERVISOR_FOLDER
 from gyre_sdk.harness.workspace.images import MEMORY, SNAPSHOT, USER_LABEL, Image
 from gyre_sdk.harness.workspace.overlay import NotHere
@@ -131,7 +132,7 @@ def _at_rest(
 ) -> tuple[IO[bytes], list[str]]:
     """Commit a container and read its folders in memory, both at one moment where that can be; return (tar, its folders)."""
     try:
-        with paused(client, container):
+        with halted(client, container):
             pid = memory.pid_of(client, container)
             held = memory.filled(pid, folders)
             archive = memory.read_as_root(pid, held, LIMIT)
@@ -140,18 +141,9 @@ def _at_rest(
         archive = memory.read_as_user(client, container, user, folders, LIMIT)
         within = memory.paths(archive)
         held = [one for one in folders if any(path.startswith(one.strip("/") + "/") for path in within)]
-        commit()
+        with halted(client, container):  # the engine would halt it itself, but try once only
+            commit()
     return archive, held
-
-
-@contextmanager
-def paused(client: docker.DockerClient, container: str) -> Iterator[None]:
-    """Keep every process of a container from running meanwhile."""
-    client.api.pause(container)
-    try:
-        yield
-    finally:
-        client.api.unpause(container)
 
 
 def _add(
