@@ -264,7 +264,8 @@ def test_following_shows_the_steps_of_a_trainer(tmp_path):
         for number, item in enumerate(
             [
                 ledger.GroupClosed("g1", ["r1", "r2"], [1.0, 0.0], 0),
-                ledger.StepStarted(1, ["g1"]),
+                ledger.StepStarted(1),
+                ledger.GroupTaken(1, "g1"),
                 ledger.UnitSealed("u1", "g1", 2, 40),
                 ledger.StepCommitted(1, ["u1"], {"loss": 0.25, "grad_norm": 1.5}),
                 ledger.VersionPublished(1, "digest"),

@@ -150,7 +150,9 @@ class _Training:
         if isinstance(item, ledger.GroupClosed):
             self._rewards[item.group] = [reward for reward in item.rewards if reward is not None]
         elif isinstance(item, ledger.StepStarted):
-            self._groups[item.step] = item.groups
+            self._groups[item.step] = list(item.groups)
+        elif isinstance(item, ledger.GroupTaken):
+            self._groups[item.step].append(item.group)
         elif isinstance(item, ledger.UnitSealed):
             self._units[item.unit] = (item.runs, item.tokens)
         elif isinstance(item, ledger.VersionPublished):

@@ -12,7 +12,6 @@ from gyre_sdk.trainer.cells.baselines import decision_of
 from gyre_sdk.trainer.cells.capacity import Counters
 from gyre_sdk.trainer.cells.load import LoadMeter
 from gyre_sdk.trainer.cells.manager import Cell, Manager
-from gyre_sdk.trainer.cells.observe import within_reach
 from gyre_sdk.trainer.cells.rates import RateMeter
 from gyre_sdk.trainer.cells.state import CellState
 from gyre_sdk.trainer.cells.switch import Patience, parking_of
@@ -116,7 +115,7 @@ class Crew:
         """Return what the manager's observation is made of."""
         groups, rollout = self._awaited(), self._stack.config.rollout
         flow, awaited = self._rollouts.flow(), set(groups)
-        closed = within_reach(groups, rollout.groups_per_step, flow.open, self._sealed)
+        closed = [group for group in groups if group not in flow.open and group not in self._sealed]
         return Counters(
             dispatched=flow.dispatched,
             started=flow.started,

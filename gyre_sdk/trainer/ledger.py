@@ -1,7 +1,7 @@
 """The trainer's durable state: a fold over the journal stream `trainer`.
 
 Nothing is decided from memory that is not in the stream, so kill -9 at any point loses nothing. What can
-happen to what is in `TRANSITIONS`; anything else raises. `recover` says, purely, where a restart takes up.
+happen to what is in `TRANSITIONS`; anything else raises. `recovery.recover` says, purely, where a restart takes up.
 
 * A *version* number is allocated durably before weights carry it, so a number is never used twice.
 * A *group* is planned once, at the next index; it closes once; a step of the surviving lineage uses it at most once.
@@ -75,9 +75,17 @@ class StepStarted(msgspec.Struct, frozen=True, tag=True):
 
     step: int
     """1-based; the number of optimizer steps once it is committed."""
-    groups: list[str]
+    groups: list[str] = []
+    """Those that it begins with; others are taken as they close."""
     settings: dict[str, Any] = {}
     """Of selection and credit (`Sealer.settings`): with them the units can be made again from the record."""
+
+
+class GroupTaken(msgspec.Struct, frozen=True, tag=True):
+    """A closed group became part of the open step."""
+
+    step: int
+    group: str
 
 
 class StepCommitted(msgspec.Struct, frozen=True, tag=True):
@@ -109,6 +117,7 @@ Item = (
     | GroupClosed
     | UnitSealed
     | StepStarted
+    | GroupTaken
     | StepCommitted
     | CheckpointSaved
     | Resumed
@@ -140,6 +149,7 @@ TRANSITIONS: Mapping[tuple[str, State], State] = {
     ("unit_voided", State.COMMITTED): State.SEALED,
     ("unit_voided", State.SEALED): State.SEALED,
     ("step_started", State.ABSENT): State.STARTED,
+    ("group_taken", State.STARTED): State.STARTED,
     ("step_committed", State.STARTED): State.COMMITTED,
     ("checkpoint_saved", State.COMMITTED): State.SAVED,
     ("step_voided", State.STARTED): State.ABSENT,
@@ -222,6 +232,20 @@ class LedgerState:
         """Return groups that no step of the lineage has taken, in the order planned."""
         return list(self.free)
 
+    def awaited(self, step: int, per_step: int, later: int) -> list[str]:
+        """Return the groups that training waits for: those of a step if it is open, and of `later` steps after it.
+
+        All steps of a burst draw from the same groups, each takes the next to close, so which step a group will be of is not
+        known before. The open step's own come first, the others in the order planned.
+
+        Args:
+            per_step: groups of a step.
+        """
+        kept = self.steps.get(step)
+        if kept is None or kept.state is not State.STARTED:
+            return self.unused()[: later * per_step]
+        return [*kept.groups, *self.unused()[: (1 + later) * per_step - len(kept.groups)]]
+
     def release(self, groups: Iterable[str]) -> None:
         """Note that groups were not taken after all."""
         back = {*self.free, *groups}
@@ -261,9 +285,17 @@ def apply(state: LedgerState, item: Item) -> None:
                     raise TrainerError(f"the ledger refuses step {step}: group {group} is used or was never planned")
             before = State.ABSENT if step == len(state.steps) + 1 and step not in state.steps else State.STARTED
             advance("step_started", before, f"step {step}")
-            state.steps[step] = Step(groups)
+            state.steps[step] = Step(list(groups))
             for group in groups:
                 state.free.pop(group, None)
+        case GroupTaken(step, group):
+            kept = state.steps.get(step)
+            advance("group_taken", kept.state if kept else State.ABSENT, f"step {step}")
+            assert kept is not None
+            if group not in state.free or state.groups[group].closed is None:
+                raise TrainerError(f"the ledger refuses group {group} in step {step}: it is used or has not closed")
+            kept.groups.append(group)
+            del state.free[group]
         case StepCommitted(step, units, metrics):
             kept = state.steps.get(step)
             after = advance("step_committed", kept.state if kept else State.ABSENT, f"step {step}")
@@ -296,46 +328,6 @@ def fold(items: Iterable[Item]) -> LedgerState:
     for item in items:
         apply(state, item)
     return state
-
-
-@dataclass(frozen=True, slots=True)
-class Recovery:
-    """Where a restart takes up."""
-
-    step: int
-    """Optimizer steps behind the checkpoint; 0 is the starting policy."""
-    checkpoint: CheckpointSaved | None
-    version: int | None
-    """Version that the restored weights are served under: 0 for the starting policy, None for a new number."""
-    closed: list[str]
-    """Groups that are closed and free, in the order planned: trained without running anything again."""
-    unfinished: list[str]
-    """Groups that are planned and free but not closed: their missing members are run again."""
-
-
-def recover(state: LedgerState, usable: Iterable[int] | None = None) -> Recovery:
-    """Decide where a restart takes up: the newest checkpoint of the lineage whose files are whole.
-
-    Args:
-        usable: steps whose checkpoint on disk matches its digest; None trusts all.
-    """
-    allowed = None if usable is None else set(usable)
-    saved = [
-        (step, kept.checkpoint)
-        for step, kept in state.steps.items()
-        if kept.checkpoint is not None and (allowed is None or step in allowed)
-    ]
-    step, checkpoint = max(saved, key=lambda pair: pair[0], default=(0, None))
-    free = {group for number, kept in state.steps.items() if number > step for group in kept.groups}
-    free.update(state.unused())
-    order = [group for group in state.groups if group in free]
-    return Recovery(
-        step=step,
-        checkpoint=checkpoint,
-        version=0 if step == 0 else None,
-        closed=[group for group in order if state.groups[group].closed],
-        unfinished=[group for group in order if not state.groups[group].closed],
-    )
 
 
 _decode = msgspec.msgpack.Decoder(Item).decode  # type: ignore[var-annotated]
@@ -381,6 +373,11 @@ class Ledger:
         """Return groups that no step of the lineage has taken, in the order planned."""
         with self._adding:
             return self.state.unused()
+
+    def awaited(self, step: int, per_step: int, later: int) -> list[str]:
+        """Return the groups that training waits for (`LedgerState.awaited`)."""
+        with self._adding:
+            return self.state.awaited(step, per_step, later)
 
     def allocate_version(self, step: int, *, at: float) -> int:
         """Take the next version number, durably."""

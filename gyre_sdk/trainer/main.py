@@ -24,7 +24,7 @@ import typer
 from gyre_sdk.errors import GyreError, SettingsError
 
 if TYPE_CHECKING:
-    from gyre_sdk.trainer.ledger import Recovery
+    from gyre_sdk.trainer.recovery import Recovery
 
 DONE, FAILED, MISCONFIGURED, INTERRUPTED = 0, 1, 2, 130
 _PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors")
@@ -88,7 +88,7 @@ def _run(path: Path, pairs: list[str], plain: bool, as_json: bool, evaluation: s
         follow(config, ranks)
         return DONE
     from gyre_sdk.trainer.evaluation import evaluate
-    from gyre_sdk.trainer.ledger import recover
+    from gyre_sdk.trainer.recovery import recover
     from gyre_sdk.trainer.stack import Stack
 
     report: msgspec.Struct

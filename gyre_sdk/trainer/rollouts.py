@@ -1,7 +1,8 @@
 """Rollouts: plans groups of runs, has the agent run on them, closes groups. No torch.
 
 A group is a task and N runs of it. Groups are planned in a seeded order, durably, each at the next index; the index is
-the cursor. Steps consume groups in that order, B at a time, so fast tasks are not over-represented.
+the cursor. Bursts consume groups in that order, mu * B at a time, so fast tasks are not over-represented; within a burst
+each step takes the B that close next, so that no step waits for a slow group while others are there.
 
 How far dispatch may run ahead (arXiv:2609.33848): at a burst's boundary, `(phi + mu) * B` groups are in flight for an
 allowed staleness of phi steps and bursts of mu steps. So with c groups used by the steps behind the weights being served,
@@ -171,19 +172,18 @@ class Rollouts:
                 self._ledger.add(GroupPlanned(group, index, task.name, self._plan.runs_per_group), at=time.time())
                 self._dispatch(group)
 
-    def take(self) -> list[str]:
-        """Return the groups of the next step: the next B in the order planned that no step has used."""
-        with self._changed:
-            return self._ledger.unused()[: self._plan.groups_per_step]
+    def closed(self, groups: Sequence[str], count: int | None = None) -> Iterator[GroupClosed]:
+        """Yield these groups as they close, in the order in which they do; of those that have closed, the first one given first.
 
-    def closed(self, groups: Sequence[str]) -> Iterator[GroupClosed]:
-        """Yield these groups as they close, in the order in which they do.
+        Args:
+            count: how many to yield; None is all.
 
         Raises:
             TrainerError: rollouts were stopped or cannot go on.
         """
         waiting = list(groups)
-        while waiting:
+        last = len(waiting) - (len(waiting) if count is None else count)
+        while len(waiting) > last:
             with self._changed:
                 found = next((group for group in waiting if self._ledger.state.groups[group].closed), None)
                 if found is None:

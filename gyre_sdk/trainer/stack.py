@@ -48,10 +48,11 @@ from gyre_sdk.trainer.engines import kv_files, vllm
 from gyre_sdk.trainer.feed import CallFeed
 from gyre_sdk.trainer.identity import check_policy, cluster_name, training_id
 from gyre_sdk.trainer.keys import kept_key
-from gyre_sdk.trainer.ledger import Ledger, Recovery, VersionPublished, recover
+from gyre_sdk.trainer.ledger import Ledger, VersionPublished
 from gyre_sdk.trainer.lingering import Linger
 from gyre_sdk.trainer.processes import Child, ChildSpec
 from gyre_sdk.trainer.publish import PATIENCE, Publisher
+from gyre_sdk.trainer.recovery import Recovery, recover
 from gyre_sdk.trainer.returning import listen_again, rouse, tell_again
 from gyre_sdk.trainer.rollouts import cancel_orphans, cancel_runs_of
 from gyre_sdk.trainer.tasks import load_tasks

@@ -31,6 +31,7 @@ from gyre_sdk.trainer.config import TrainConfig, TrainerConfig, check_purpose
 from gyre_sdk.trainer.ledger import (
     CheckpointSaved,
     GroupClosed,
+    GroupTaken,
     LedgerState,
     Resumed,
     StepCommitted,
@@ -176,10 +177,8 @@ class _Training:
         )
         self._sealer = make_sealer(config.train, stack.base)
         self._step = _Step()
-        self._taken: list[str] = []
-        """Groups of the step whose batch is open."""
         self._number = stack.recovery.step
-        """Of that step."""
+        """Of the step whose batch is open."""
         self._crew = self._make_crew() if stack.core is not None else None
         self._burst = Burst(config.rollout.publish_every, config.train.steps)
         self._found = frozenset(stack.recovery.closed)
@@ -229,9 +228,8 @@ class _Training:
     def _batch(self, step: int) -> Iterator[Unit]:
         """Yield the units of a step as its groups close."""
         self._step = current = _Step()
-        self._taken = groups = self._rollouts.take()
         self._number = step
-        self._ledger.add(StepStarted(step, groups, self._sealer.settings), at=time.time())
+        self._ledger.add(StepStarted(step, settings=self._sealer.settings), at=time.time())
         versions = self._ledger.state.versions
 
         def lag(version: int) -> int:
@@ -239,8 +237,9 @@ class _Training:
             return step - 1 - (versions[version][1] if version in versions else 0)
 
         asked = time.monotonic()
-        for closed in self._rollouts.closed(groups):
+        for closed in self._rollouts.closed(self._awaited(), self._config.rollout.groups_per_step):
             current.waited += time.monotonic() - asked
+            self._ledger.add(GroupTaken(step, closed.group), at=time.time())
             current.groups.append(closed)
             sealed = self._sealer.seal(self._stack.journal, closed.group, closed.runs, lag=lag)
             current.untrained.update(sealed.dropped)
@@ -253,9 +252,9 @@ class _Training:
 
     def _awaited(self) -> list[str]:
         """Return the groups of the open burst that training waits for: those of its open step and of its later ones."""
-        later = self._burst.left(self._number)
-        unused = self._ledger.unused()[: later * self._config.rollout.groups_per_step] if later > 0 else []
-        return [*self._taken, *unused]
+        return self._ledger.awaited(
+            self._number, self._config.rollout.groups_per_step, max(0, self._burst.left(self._number))
+        )
 
     def _check(self) -> None:
         """Raise when training cannot go on: a process was given up, or nobody moves cells any more."""

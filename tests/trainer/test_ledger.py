@@ -15,6 +15,7 @@ from gyre_sdk.trainer.ledger import (
     CheckpointSaved,
     GroupClosed,
     GroupPlanned,
+    GroupTaken,
     Item,
     Ledger,
     LedgerState,
@@ -28,8 +29,8 @@ from gyre_sdk.trainer.ledger import (
     advance,
     apply,
     fold,
-    recover,
 )
+from gyre_sdk.trainer.recovery import recover
 
 EVENTS = sorted({event for event, _ in TRANSITIONS})
 
@@ -75,6 +76,11 @@ ONE_STEP: list[Item] = [planned(0), closed(0), sealed(0), StepStarted(1, ["g0"])
         ([planned(0)], StepStarted(2, ["g0"])),
         ([], StepStarted(1, ["g0"])),
         (ONE_STEP, StepStarted(2, ["g0"])),
+        ([planned(0), StepStarted(1)], GroupTaken(1, "g0")),
+        ([planned(0), closed(0)], GroupTaken(1, "g0")),
+        ([planned(0), closed(0), StepStarted(1)], GroupTaken(1, "g1")),
+        ([*ONE_STEP, planned(1), closed(1)], GroupTaken(1, "g1")),
+        ([*ONE_STEP, StepStarted(2)], GroupTaken(2, "g0")),
         ([], StepCommitted(1, [])),
         ([planned(0), StepStarted(1, ["g0"])], StepCommitted(1, ["u0"])),
         ([planned(0), planned(1), sealed(1), StepStarted(1, ["g0"])], StepCommitted(1, ["u1"])),
@@ -131,7 +137,8 @@ class Model:
         elif choice == 1 and waiting:
             self.add(closed(state.groups[waiting[0]].index))
         elif choice == 2 and not open_step and free:
-            self.add(StepStarted(step + 1, free[:1]))
+            self.add(StepStarted(step + 1, free[1:2]))
+            self.add(GroupTaken(step + 1, free[0]))
         elif choice == 3 and open_step:
             group = state.steps[step].groups[0]
             self.add(sealed(state.groups[group].index))

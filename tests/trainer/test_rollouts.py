@@ -23,7 +23,7 @@ from gyre_sdk.harness.task import Task
 from gyre_sdk.journal import Journal
 from gyre_sdk.records import MAIN, GroupId, LaneId, LaneRecord, RunId, RunRecord, RunStatus
 from gyre_sdk.trainer.agents.outcome import Outcome, OutcomeKind
-from gyre_sdk.trainer.ledger import GroupPlanned, Ledger, StepCommitted, StepStarted
+from gyre_sdk.trainer.ledger import GroupPlanned, GroupTaken, Ledger, StepCommitted, StepStarted
 from gyre_sdk.trainer.rollouts import Plan, Rollouts, cancel_orphans
 
 TASKS = [Task(name=f"t{n}", instruction="do it") for n in range(4)]
@@ -126,7 +126,7 @@ def test_how_far_ahead(staleness: int, publish_every: int, step: int, used: int,
 def test_groups_close_and_are_handed_over(world: World) -> None:
     rollouts = world.rollouts()
     rollouts.start(0)
-    groups = rollouts.take()
+    groups = world.ledger.unused()[:2]
     assert groups == ["group-000000", "group-000001"]
     closed = {item.group: item for item in rollouts.closed(groups)}
     assert set(closed) == set(groups)
@@ -135,19 +135,28 @@ def test_groups_close_and_are_handed_over(world: World) -> None:
     assert (told[0].scored, told[0].started, told[0].mean_reward, told[0].trainable) == (3, 3, 1.0, True)
 
 
-def test_fast_tasks_are_not_trained_more_than_slow_ones(world: World) -> None:
-    """Groups that close first wait for their turn: a step is made of what was planned next, not of what is there first."""
+def test_a_step_takes_the_groups_of_its_burst_that_close_next(world: World) -> None:
+    """A slow group holds up the last step of its burst only, and no group of a later burst takes its place."""
     slow = threading.Event()
-    world.behave = lambda group, member: None if group > "group-000001" else assert_(slow.wait(60))
-    rollouts = world.rollouts(concurrency=12)
+    world.behave = lambda group, member: None if group > "group-000000" else assert_(slow.wait(60))
+    rollouts = world.rollouts(publish_every=2, concurrency=18)
     rollouts.start(0)
-    assert len(list(rollouts.closed(["group-000002", "group-000003"]))) == 2
-    step = rollouts.take()
-    assert step == ["group-000000", "group-000001"]
+    assert len(list(rollouts.closed(["group-000004", "group-000005"]))) == 2  # of the next burst
+    world.ledger.add(StepStarted(1), at=0.0)
+    burst = world.ledger.awaited(1, 2, later=1)
+    assert burst == ["group-000000", "group-000001", "group-000002", "group-000003"]
+    for closed in rollouts.closed(burst, 2):
+        world.ledger.add(GroupTaken(1, closed.group), at=0.0)
+        assert sorted(world.ledger.awaited(1, 2, later=1)) == burst
+    taken = world.ledger.state.steps[1].groups
+    assert len(taken) == 2 and "group-000000" not in taken
+    world.ledger.add(StepCommitted(1, []), at=0.0)
+    assert set(world.ledger.awaited(1, 2, later=1)) == set(burst) - set(taken), "between two steps"
+    world.ledger.add(StepStarted(2), at=0.0)
+    rest = rollouts.closed(world.ledger.awaited(2, 2, later=0), 2)
+    assert next(rest).group in burst[1:]
     slow.set()
-    assert {item.group for item in rollouts.closed(step)} == set(step)
-    world.step(1, step)
-    assert rollouts.take() == ["group-000002", "group-000003"]
+    assert next(rest).group == "group-000000"
 
 
 def assert_(condition: bool) -> None:
@@ -159,7 +168,7 @@ def test_dispatch_waits_for_publication(world: World) -> None:
     rollouts.start(0)
     list(rollouts.closed(["group-000003"]))
     assert world.ledger.state.next_group == 4
-    world.step(1, rollouts.take())
+    world.step(1, world.ledger.unused()[:2])
     assert world.ledger.state.next_group == 4  # a step alone allows nothing: its weights are not served yet
     rollouts.advance(1)
     assert world.ledger.state.next_group == 6
@@ -170,7 +179,7 @@ def test_dispatch_waits_for_publication(world: World) -> None:
 def test_nothing_is_planned_that_no_step_will_use(world: World) -> None:
     rollouts = world.rollouts(steps=1, staleness=5)
     rollouts.start(0)
-    list(rollouts.closed(rollouts.take()))
+    list(rollouts.closed(world.ledger.unused()[:2]))
     assert world.ledger.state.next_group == 2
 
 
@@ -184,7 +193,7 @@ def test_a_failing_run_never_stops_the_loop(world: World, error: BaseException) 
     world.behave = behave
     rollouts = world.rollouts()
     rollouts.start(0)
-    for closed in rollouts.closed(rollouts.take()):
+    for closed in rollouts.closed(world.ledger.unused()[:2]):
         assert closed.rewards == [0.0, None, 2.0]
 
 
@@ -199,7 +208,7 @@ def test_a_service_that_cannot_be_reached_is_tried_again(world: World) -> None:
     world.behave = behave
     rollouts = world.rollouts(steps=1, concurrency=6)
     rollouts.start(0)
-    closed = list(rollouts.closed(rollouts.take()))
+    closed = list(rollouts.closed(world.ledger.unused()[:2]))
     assert all(item.rewards == [0.0, 1.0, 2.0] for item in closed) and len(failed) == 6
 
 
@@ -211,7 +220,7 @@ def test_a_run_that_is_recorded_is_not_repeated_by_a_service_error(world: World)
     world.behave = behave
     rollouts = world.rollouts(steps=1, concurrency=6)
     rollouts.start(0)
-    closed = list(rollouts.closed(rollouts.take()))
+    closed = list(rollouts.closed(world.ledger.unused()[:2]))
     assert all(item.rewards == [None, None, None] for item in closed) and len(world.ran) == 6
 
 
@@ -315,7 +324,7 @@ def test_those_who_wait_learn_that_a_process_was_given_up(world: World) -> None:
     world.made.append(rollouts)
     rollouts.start(0)
     with pytest.raises(TrainerError, match="died 5 times"):
-        list(rollouts.closed(rollouts.take()))
+        list(rollouts.closed(world.ledger.unused()[:2]))
 
 
 def test_those_who_wait_learn_that_a_group_cannot_close(world: World) -> None:
@@ -331,7 +340,7 @@ def test_those_who_wait_learn_that_a_group_cannot_close(world: World) -> None:
     rollouts.start(0)
     started.set()
     with pytest.raises(TrainerError, match="a run could not be counted: JournalError"):
-        list(rollouts.closed(rollouts.take()))
+        list(rollouts.closed(world.ledger.unused()[:2]))
 
 
 def test_rollouts_never_load_torch() -> None:

@@ -128,8 +128,12 @@ def test_bursts_publish_every_mu_steps(config: Path, tmp_path: Path) -> None:
     report = train(settings, base=tmp_path)
     assert report.trained_tokens > 0 and "call_sampling" not in report.untrained
     assert report.versions == 2
-    published = [kept for _, kept in sorted(fold(items(tmp_path)).versions.items())]
+    state = fold(items(tmp_path))
+    published = [kept for _, kept in sorted(state.versions.items())]
     assert published == [(State.PUBLISHED, 0), (State.PUBLISHED, 2), (State.PUBLISHED, 3)]
+    first, second, third = (state.steps[number].groups for number in (1, 2, 3))
+    assert len(first) == len(second) == len(third) == settings.rollout.groups_per_step
+    assert [*sorted(first + second), *sorted(third)] == sorted(state.groups), "a burst uses what was planned for it"
 
 
 KILLED_AT: dict[str, Callable[[list[Any]], bool]] = {

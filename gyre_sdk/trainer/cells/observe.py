@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection
 
 from gyre_sdk.trainer.cells.capacity import Costs, Counters, rollout_left
 from gyre_sdk.trainer.cells.plan import Observation
 from gyre_sdk.trainer.cells.state import CellState
 from gyre_sdk.trainer.cells.training_side import Progress
 
-__all__ = ["observed", "within_reach"]
+__all__ = ["observed"]
 
 _MOVING = (CellState.DRAINING, CellState.SWITCHING, CellState.LOADING)
 _TOKENS_PER_SECOND = 1000.0
@@ -28,8 +28,8 @@ def observed(
     """Return the plan's observation.
 
     Work is counted in tokens and told in cell-seconds, at the mean measured speed of a cell. Of the open burst, units that
-    somebody computes count as ready: they are not done. So do closed groups that a later step will take: cells that went
-    back while the core steps would be wanted again a moment later. Cells that failed count nowhere.
+    somebody computes count as ready: they are not done. So do closed groups that the burst's next steps will take: cells that
+    went back while the core steps would be wanted again a moment later. Cells that failed count nowhere.
 
     Args:
         capacity: runs that one serving cell carries.
@@ -63,22 +63,3 @@ def observed(
         join_s=costs.join.value,
         standalone=standalone,
     )
-
-
-def within_reach(
-    groups: Sequence[str], per_step: int, running: Container[str], sealed: Container[str]
-) -> Sequence[str]:
-    """Return the groups that have closed and can be trained on with no run to wait for, but for those that are sealed.
-
-    Steps take groups in the order of their plan: what lies beyond a step with a group that still runs is out of reach.
-
-    Args:
-        groups: of steps, in their order.
-    """
-    found: list[str] = []
-    for first in range(0, len(groups), per_step):
-        step = groups[first : first + per_step]
-        found += [group for group in step if group not in running and group not in sealed]
-        if any(group in running for group in step):
-            break
-    return found

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gyre_sdk.trainer.cells.capacity import Average, Capacity, Costs, Counters, Limit, Load, carried, rollout_left
-from gyre_sdk.trainer.cells.observe import observed, within_reach
+from gyre_sdk.trainer.cells.observe import observed
 from gyre_sdk.trainer.cells.plan import Policy, plan
 from gyre_sdk.trainer.cells.state import CellState
 
@@ -112,16 +112,6 @@ def test_cells_stay_between_two_steps_of_a_burst() -> None:
     assert plan(closed, Policy()) == ()
     (action,) = plan(observed(states, counters, between, Costs(), capacity=8), Policy())
     assert (action.move, action.cells) == ("to_serving", 2), "nothing but runs to wait for"
-
-
-def test_closed_groups_are_within_reach_as_far_as_no_run_is_waited_for() -> None:
-    groups = ["a", "b", "c", "d", "e", "f"]
-    assert within_reach(groups, 2, (), ()) == groups
-    assert within_reach(groups, 2, (), ("a", "b")) == ["c", "d", "e", "f"], "the open step is sealed"
-    assert within_reach(groups, 2, ("b",), ("a",)) == [], "the open step waits for one"
-    assert within_reach(groups, 2, ("b",), ()) == ["a"]
-    assert within_reach(groups, 2, ("d",), ("a", "b")) == ["c"], "what streams in the next"
-    assert within_reach([], 2, (), ()) == []
 
 
 def test_a_burst_without_a_measured_run_is_not_complete() -> None:
