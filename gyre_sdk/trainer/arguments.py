@@ -21,7 +21,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from gyre_sdk.errors import SettingsError
 from gyre_sdk.trainer.attention.budget import Budget
 from gyre_sdk.trainer.config import TrainConfig
-from gyre_sdk.trainer.loss import LossOptions
+from gyre_sdk.trainer.loss_options import LossOptions
 from gyre_sdk.trainer.team import NO_DEEPSPEED
 
 _USED = frozenset(
@@ -135,35 +135,7 @@ class TreeGRPOConfig(GRPOConfig):
         Raises:
             SettingsError: values are impossible, or do not go together.
         """
-        return LossOptions(
-            loss_type=self.loss_type,  # type: ignore[arg-type]
-            epsilon_low=self.epsilon,
-            epsilon_high=self.epsilon if self.epsilon_high is None else self.epsilon_high,
-            importance_sampling=self.importance_sampling,  # type: ignore[arg-type]
-            max_completion_length=1024 if self.max_completion_length is None else self.max_completion_length,
-            **{
-                name: getattr(self, name)
-                for name in (
-                    "delta",
-                    "importance_sampling_level",
-                    "importance_sampling_cap",
-                    "importance_sampling_floor",
-                    "proximal",
-                    "off_policy_mask_threshold",
-                    "top_entropy_quantile",
-                    "beta",
-                    "use_bias_correction_kl",
-                    "entropy_coef",
-                    "sapo_temperature_pos",
-                    "sapo_temperature_neg",
-                    "vespo_k_pos",
-                    "vespo_lambda_pos",
-                    "vespo_k_neg",
-                    "vespo_lambda_neg",
-                    "negative_advantage_scale",
-                )
-            },
-        )
+        return LossOptions.of(self)
 
     def budget(self) -> Budget:
         """Return what a forward pass may use."""
@@ -212,14 +184,19 @@ def arguments(config: TrainConfig, folder: Path, **more: Any) -> TreeGRPOConfig:
         "dataloader_pin_memory": False,
         "use_cpu": not torch.cuda.is_available(),
     }
-    _check_trackers(config.report_to)
+    check_trackers(config.report_to)
     try:
         return TreeGRPOConfig(**{**found, **more})
     except ValueError as error:
         raise SettingsError(f"[train]: {error}") from error
 
 
-def _check_trackers(names: list[str]) -> None:
+def check_trackers(names: list[str]) -> None:
+    """Check that transformers knows these trackers, and that their packages are installed.
+
+    Raises:
+        SettingsError: one is not there.
+    """
     for name in names:
         if name not in INTEGRATION_TO_CALLBACK:
             known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))

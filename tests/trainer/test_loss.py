@@ -403,6 +403,38 @@ def test_an_infinite_ratio_of_a_masked_target_poisons_nothing() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "bad"),  # whether the loss of a bad token is flat far out, too
+    [
+        (LossOptions(), False),
+        (LossOptions(delta=3.0), True),
+        (LossOptions(loss_type="gspo"), False),
+        (LossOptions(loss_type="cispo", epsilon_high=5.0), True),
+        (LossOptions(loss_type="sapo"), True),
+        (LossOptions(loss_type="vespo"), True),
+    ],
+    ids=str,
+)
+def test_a_ratio_too_large_for_float32_is_as_in_float64(options: LossOptions, bad: bool) -> None:
+    """Where the loss is flat; else it is infinite."""
+    far = np.array([-100.0, -1.0])
+    rows = [replace(row(run, [a, a]), logprobs=far) for run, a in (("r", 2.0), ("s", 0.0), ("t", -2.0 if bad else 1.0))]
+
+    def found(dtype: torch.dtype, rows: list[Row]) -> tuple[torch.Tensor, ...]:
+        logp_K = torch.full((2 * len(rows),), -1.0, dtype=dtype, requires_grad=True)
+        one = loss(options, Targets.of(rows), logp_K, torch.zeros_like(logp_K))
+        one.loss_sum.backward()
+        assert logp_K.grad is not None
+        return one.loss_sum.detach().double(), logp_K.grad.double(), one.sums, one.maxima
+
+    narrow = found(torch.float32, rows)
+    assert all(torch.isfinite(part[part != -math.inf]).all() for part in narrow)
+    torch.testing.assert_close(narrow, found(torch.float64, rows), rtol=1e-6, atol=0)
+    if not bad and not options.call_ratio:
+        worst = [replace(row("t", [-2.0, -2.0]), logprobs=far)]
+        assert found(torch.float32, worst)[0] == math.inf and found(torch.float64, worst)[0] > 1e42
+
+
+@pytest.mark.parametrize(
     ("versions", "exponents"),
     [([7, 6, 5, 3], [0.0, 1.0, 0.5, 0.25])],  # a = 0 for d = 0, else 1 / d
 )

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from gyre_sdk.errors import TrainerError
-from gyre_sdk.trainer.loss.options import LossOptions
 from gyre_sdk.trainer.loss.targets import Targets
+from gyre_sdk.trainer.loss_options import LossOptions
 
 
 @dataclass(frozen=True, slots=True)

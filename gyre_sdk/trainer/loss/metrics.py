@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gyre_sdk.trainer.loss.options import LossOptions, Surrogate
+from gyre_sdk.trainer.loss_options import LossOptions, Surrogate
 
 STALE = 8
 """Staleness is counted by version up to here; from here on together."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +12,8 @@ from gyre_sdk.errors import TrainerError
 from gyre_sdk.trainer.loss import surrogates
 from gyre_sdk.trainer.loss.correction import Correction, call_sum, correction
 from gyre_sdk.trainer.loss.metrics import TokenLoss, observe
-from gyre_sdk.trainer.loss.options import Inner, LossOptions, Surrogate
 from gyre_sdk.trainer.loss.targets import Targets
+from gyre_sdk.trainer.loss_options import Inner, LossOptions, Surrogate
 
 _ALONE = frozenset(
     {"behaviour_K", "advantage_K", "weight_K", "row_share_K", "staleness_K", "reference_K", "proximal_K"}
@@ -27,7 +28,8 @@ class _Terms:
     loss_K: Tensor  # noqa: N815
     policy_K: Tensor  # noqa: N815
     logp_K: Tensor  # noqa: N815
-    ratio_K: Tensor  # noqa: N815
+    log_taken_K: Tensor  # noqa: N815
+    """Log of the ratio that the surrogate takes, before any bound."""
     share_K: Tensor  # noqa: N815
     kl_K: Tensor | None  # noqa: N815
     phi_K: Tensor | None  # noqa: N815
@@ -91,12 +93,16 @@ def _terms(
     if keep_K is not None:  # both ends are cut: an infinite ratio of a masked target would make its gradient 0 * inf
         logp_K = torch.where(keep_K, logp_K, logp_K.detach())
     log_ratio_K = logp_K - corrected.old_K
-    ratio_K = _ratio(options, targets, log_ratio_K, keep_K)
+    log_taken_K = _of_calls(targets, log_ratio_K, keep_K) if options.call_ratio else log_ratio_K
+    ratio_K = log_taken_K.exp()
     phi_K = None
     match options.definition.surrogate:
         case Surrogate.CLIPPED:
+            held_K = _held(log_taken_K)
+            if options.delta is None:  # nothing bounds what a bad token does that became likelier
+                held_K = torch.where(advantage_K < 0, log_taken_K, held_K)
             policy_K = surrogates.clipped(
-                ratio_K,
+                held_K.exp(),
                 advantage_K,
                 epsilon_low=options.epsilon_low,
                 epsilon_high=options.epsilon_high,
@@ -106,7 +112,7 @@ def _terms(
             policy_K = surrogates.cispo(logp_K, ratio_K, advantage_K, epsilon_high=options.epsilon_high)
         case Surrogate.SAPO:
             policy_K = surrogates.sapo(
-                ratio_K,
+                _held(log_taken_K).exp(),
                 advantage_K,
                 temperature_pos=options.sapo_temperature_pos,
                 temperature_neg=options.sapo_temperature_neg,
@@ -133,14 +139,19 @@ def _terms(
                 f"entropy_coef = {options.entropy_coef}, and the entropies carry no gradient to train with"
             )
         loss_K = loss_K - options.entropy_coef * _bonus(options, entropy_K, share_K, keep_K, high_K)
-    return _Terms(loss_K, policy_K, logp_K, ratio_K, share_K, kl_K, phi_K, high_K, targets, corrected)
+    return _Terms(loss_K, policy_K, logp_K, log_taken_K, share_K, kl_K, phi_K, high_K, targets, corrected)
 
 
-def _ratio(options: LossOptions, targets: Targets, log_ratio_K: Tensor, keep_K: Tensor | None) -> Tensor:
-    if not options.call_ratio:
-        return log_ratio_K.exp()
+def _of_calls(targets: Targets, log_ratio_K: Tensor, keep_K: Tensor | None) -> Tensor:
+    """Return the log-ratio of each target's call: the mean over the call's targets."""
     size_K = call_sum(torch.ones_like(log_ratio_K) if keep_K is None else keep_K.to(log_ratio_K.dtype), targets)
-    return (call_sum(_kept(log_ratio_K, keep_K), targets) / size_K.clamp(min=1.0)).exp()
+    return call_sum(_kept(log_ratio_K, keep_K), targets) / size_K.clamp(min=1.0)
+
+
+def _held(log_ratio_K: Tensor) -> Tensor:
+    """Return log-ratios for a function that is flat where ratios are large: far beyond any bound, and before their type is
+    at its end, they go no further and have no gradient. An infinite ratio would make the gradient 0 * inf."""
+    return log_ratio_K.clamp(max=math.log(torch.finfo(log_ratio_K.dtype).max) / 2)
 
 
 def _phi(
@@ -191,8 +202,9 @@ def _bonus(
 
 @torch.no_grad()
 def _parts(options: LossOptions, terms: _Terms, entropy_K: Tensor) -> dict[str, Tensor]:
-    targets, corrected, ratio_K = terms.targets, terms.correction, terms.ratio_K
-    log_ratio_K = terms.logp_K - targets.behaviour_K
+    targets, corrected = terms.targets, terms.correction
+    ratio_K = terms.log_taken_K.to(torch.float64).exp()
+    log_ratio_K = (terms.logp_K - targets.behaviour_K).to(torch.float64)
     drift_K = log_ratio_K.exp()
     parts: dict[str, Tensor | None] = {
         "loss": terms.loss_K,

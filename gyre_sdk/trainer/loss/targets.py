@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gyre_sdk.errors import TrainerError
-from gyre_sdk.trainer.loss.options import Counted
+from gyre_sdk.trainer.loss_options import Counted
 
 if TYPE_CHECKING:
     from gyre_sdk.trainer.units import Row

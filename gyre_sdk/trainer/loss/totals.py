@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gyre_sdk.errors import TrainerError
 from gyre_sdk.trainer.loss.metrics import SUMS
-from gyre_sdk.trainer.loss.options import Counted, Inner, LossOptions
+from gyre_sdk.trainer.loss_options import Counted, Inner, LossOptions
 
 
 @dataclass(slots=True)

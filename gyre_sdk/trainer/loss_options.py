@@ -1,4 +1,4 @@
-"""What a loss is made of: its name and settings, and the table of the losses there are.
+"""What a loss is made of: its name and settings, and the table of the losses there are. No torch.
 
 Names and defaults are those of TRL 1.16's `GRPOConfig`. Where TRL says *sequence*, gyre says *call*: a run of an agent is
 one sequence of up to a million tokens, and a ratio over all of it is 0 or infinite.
@@ -6,9 +6,9 @@ one sequence of up to a million tokens, and a ratio over all of it is 0 or infin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal, Self
 
 from gyre_sdk.errors import SettingsError
 
@@ -70,6 +70,8 @@ LOSSES: dict[str, Definition] = {
     "vespo": Definition(Surrogate.VESPO, Counted.TARGETS, Inner.MEAN),
 }
 _ALIASES = {"run_mean": "run"}
+_RENAMED = ("epsilon_low", "epsilon_high")
+"""Fields that TRL calls `epsilon`, and `epsilon_high` with None for the same."""
 _ABOVE_ZERO = (
     "delta",
     "max_completion_length",
@@ -168,6 +170,19 @@ class LossOptions:
                 "vespo weighs whole calls by itself: set importance_sampling_level = 'token', and importance_sampling to"
                 " bypass, off, truncate or mask"
             )
+
+    @classmethod
+    def of(cls, said: Any) -> Self:
+        """Return what settings say that are named as in TRL: a `TreeGRPOConfig`, or `[train]`.
+
+        Raises:
+            SettingsError: values are impossible, or do not go together.
+        """
+        alike = {one.name: getattr(said, one.name) for one in fields(cls) if one.name not in _RENAMED}
+        if said.max_completion_length is None:  # TRL's for no limit
+            del alike["max_completion_length"]
+        high = said.epsilon if said.epsilon_high is None else said.epsilon_high
+        return cls(**alike, epsilon_low=said.epsilon, epsilon_high=high)
 
     @property
     def definition(self) -> Definition:
