@@ -15,6 +15,7 @@ from gyre_sdk import settings
 from gyre_sdk.errors import SettingsError
 from gyre_sdk.trainer.cells.settings import CellsConfig
 from gyre_sdk.trainer.engines import kv
+from gyre_sdk.trainer.loss_options import LossOptions
 
 ENVIRONMENT_PREFIX = "GYRE_TRAIN"
 
@@ -244,6 +245,15 @@ class TrainConfig(msgspec.Struct, frozen=True):
             _check_reference(self.selection, f"selection (one of {', '.join(SELECTIONS)}, or your own)")
         if self.sync_ref_model and not self.beta:
             raise ValueError("sync_ref_model = true needs beta above 0: without it there is no reference policy")
+        if self.fsdp and self.executor not in ("auto", "flat"):
+            raise ValueError(
+                f"executor = {self.executor!r} makes as many passes as its rows have segments, and fsdp needs as many on every"
+                " rank: use executor = 'flat' with fsdp = true"
+            )
+        try:
+            LossOptions.of(self)
+        except SettingsError as error:
+            raise ValueError(str(error)) from error
         weighted = sorted(name for name, role in self.roles.items() if role.weight not in (0.0, 1.0))
         if weighted and self.loss_type not in ("run", "run_mean"):
             raise ValueError(
@@ -337,7 +347,13 @@ class TrainerConfig(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.cells is not None:
             self._check_cells()
-        if self.engine.transport == "lora" and self.policy.lora is None:
+        train, lora = self.train, self.policy.lora
+        if train.sync_ref_model and (self.cells is not None or (lora is not None and train.reference is None)):
+            raise ValueError(
+                "train.sync_ref_model = true moves the weights of one copy: with adapters there is none, and every cell has its"
+                " own; set it to false"
+            )
+        if self.engine.transport == "lora" and lora is None:
             raise ValueError("engine.transport = 'lora' publishes adapters: set policy.lora, or transport = 'file'")
 
     def _check_cells(self) -> None:
@@ -370,20 +386,6 @@ def load_config(path: Path | str, overrides: list[str] | dict[str, Any] | None =
             " give a Hugging Face model folder"
         )
     return config
-
-
-def check_purpose(config: TrainerConfig, evaluation: str | None = None) -> None:
-    """Check that settings allow what they are to be used for: training, or an evaluation of that name.
-
-    Raises:
-        SettingsError: they do not.
-    """
-    if evaluation is None and not config.engine.publish:
-        raise SettingsError(
-            "training needs engine.publish = true: without publication the policy that acts would never change"
-        )
-    if evaluation == "train":
-        raise SettingsError("an evaluation cannot be named 'train': its runs would be taken for training data")
 
 
 def save_config(config: TrainerConfig, path: Path) -> None:

@@ -23,7 +23,8 @@ from gyre_sdk.records import RunRecord
 from gyre_sdk.trainer.agents.client import packed
 from gyre_sdk.trainer.agents.outcome import Outcome, OutcomeKind
 from gyre_sdk.trainer.agents.wire import Order
-from gyre_sdk.trainer.config import TrainerConfig, check_purpose
+from gyre_sdk.trainer.config import TrainerConfig
+from gyre_sdk.trainer.purpose import check_purpose
 from gyre_sdk.trainer.slots import End, Slots
 from gyre_sdk.trainer.stack import Stack
 

@@ -5,7 +5,6 @@ Exit status: 0 done, 1 training could not go on, 2 the settings are wrong, 130 i
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from gyre_sdk.trainer.recovery import Recovery
 
 DONE, FAILED, MISCONFIGURED, INTERRUPTED = 0, 1, 2, 130
-_PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors")
-"""Of the extra `train`."""
 
 
 def command(
@@ -66,23 +63,16 @@ def _guarded(config: Path, pairs: list[str], plain: bool, as_json: bool, evaluat
         return INTERRUPTED
 
 
-def _require_packages() -> None:
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise SettingsError(f"training needs {', '.join(missing)}; run: pip install 'gyre-sdk[train]'")
-
-
 def _run(path: Path, pairs: list[str], plain: bool, as_json: bool, evaluation: str | None) -> int:
-    from gyre_sdk.trainer.config import check_purpose, load_config
+    from gyre_sdk.trainer.config import load_config
+    from gyre_sdk.trainer.purpose import check_packages, check_purpose
     from gyre_sdk.trainer.team import follow, join, place
 
     config = load_config(path, pairs)
-    check_purpose(config, evaluation)
-    _require_packages()
+    check_packages()
     quiet_libraries()
     where = place(os.environ)
-    if where.size > 1 and evaluation is not None:
-        raise SettingsError("an evaluation takes one process: start gyre-train without torchrun or accelerate launch")
+    check_purpose(config, evaluation, processes=where.size)
     ranks = join(where) if where.size > 1 else None
     if ranks is not None and not ranks.leads:
         follow(config, ranks)

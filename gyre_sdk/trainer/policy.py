@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from gyre_sdk.errors import SettingsError, TrainerError
 from gyre_sdk.trainer.config import LoraConfig, PolicyConfig
+from gyre_sdk.trainer.purpose import check_four_bits
 
 _ADAPTER = "adapter_config.json"
 
@@ -22,7 +22,7 @@ def load_policy(config: PolicyConfig, checkpoint: Path | None = None) -> Any:
 
     Raises:
         TrainerError: the folder does not hold such a model.
-        SettingsError: 4-bit weights are asked for where they cannot be had, or adapters on tied embeddings, or adapters of
+        SettingsError: 4-bit weights are asked for where they cannot be had, adapters on tied embeddings or on modules that are not there, or adapters of
             another rank than the checkpoint's.
     """
     disable_progress_bar()
@@ -53,16 +53,17 @@ def load_policy(config: PolicyConfig, checkpoint: Path | None = None) -> Any:
         _check_rank(config.lora, checkpoint)
         return PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True)
     lora = config.lora
-    policy = get_peft_model(
-        model,
-        LoraConfig(
-            task_type="CAUSAL_LM",
-            r=lora.r,
-            lora_alpha=lora.alpha,
-            lora_dropout=lora.dropout,
-            target_modules=lora.target_modules,
-        ),
+    adapters = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
     )
+    try:
+        policy = get_peft_model(model, adapters)
+    except ValueError as error:
+        raise SettingsError(f"policy.lora.target_modules = {lora.target_modules!r} does not fit: {error}") from error
     _check_tied(policy, lora.target_modules)
     return policy
 
@@ -96,13 +97,7 @@ def _four_bits() -> dict[str, Any]:
     Raises:
         SettingsError: bitsandbytes or a GPU is not there.
     """
-    if find_spec("bitsandbytes") is None:
-        raise SettingsError(
-            "policy.lora.load_in_4bit = true needs the package bitsandbytes, which is not installed: pip install"
-            " bitsandbytes, or set it to false"
-        )
-    if not torch.cuda.is_available():
-        raise SettingsError("policy.lora.load_in_4bit = true needs a GPU, and torch sees none; set it to false")
+    check_four_bits()
     from transformers import BitsAndBytesConfig
 
     settings = BitsAndBytesConfig(

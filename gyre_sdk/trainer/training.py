@@ -27,7 +27,7 @@ from gyre_sdk.select import ROLES, Role
 from gyre_sdk.trainer.agents.client import members
 from gyre_sdk.trainer.agents.wire import Order
 from gyre_sdk.trainer.checkpoints import folder_digest, remove_after
-from gyre_sdk.trainer.config import TrainConfig, TrainerConfig, check_purpose
+from gyre_sdk.trainer.config import TrainConfig, TrainerConfig
 from gyre_sdk.trainer.ledger import (
     CheckpointSaved,
     GroupClosed,
@@ -38,6 +38,7 @@ from gyre_sdk.trainer.ledger import (
     StepStarted,
     UnitSealed,
 )
+from gyre_sdk.trainer.purpose import check_purpose
 from gyre_sdk.trainer.ranks import Ranks
 from gyre_sdk.trainer.rollouts import Plan, Rollouts
 from gyre_sdk.trainer.stack import Stack
@@ -113,7 +114,7 @@ def train(
         SettingsError: the config does not allow training.
         TrainerError: training cannot go on.
     """
-    check_purpose(config)
+    check_purpose(config, processes=1 if ranks is None else ranks.size)
     if stack is None:
         with Stack(config, observer, base=base) as own:
             return train(config, stack=own, ranks=ranks)

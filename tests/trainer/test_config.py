@@ -61,6 +61,13 @@ def test_overrides_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("train.selection=best", ["selection (one of paper, all, longest, main_only, or your own) = 'best'"]),
         ("train.credit_hook=mine", ["credit_hook = 'mine' is not module:function"]),
         ("train.sync_ref_model=true", ["sync_ref_model = true needs beta above 0"]),
+        ("train={sync_ref_model=true, beta=0.1}", ["train.sync_ref_model = true", "set it to false"]),
+        ('train={loss_type="vespo", importance_sampling="sequence_mask"}', ["vespo weighs whole calls by itself"]),
+        (
+            "train.importance_sampling_floor=3",
+            ["importance_sampling_floor = 3.0 is above importance_sampling_cap = 2.0"],
+        ),
+        ('train={fsdp=true, executor="dfs"}', ["executor = 'dfs' makes as many passes as", "'flat'"]),
         ("train.roles.main.weigth=2", ["weigth"]),
         ("train.roles.main.weight=-1", ["train.roles", ">= 0"]),
         ('train={loss_type="dapo", roles={main={weight=2}}}', ["roles.main.weight = 2 has no effect", "'run'"]),
@@ -74,7 +81,7 @@ def test_overrides_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 )
 def test_wrong_values(tmp_path: Path, override: str, parts: list[str]) -> None:
     with pytest.raises(SettingsError) as caught:
-        load_config(write(tmp_path), [override])
+        load_config(write(tmp_path), [override, "policy.lora.r=4"])
     for part in parts:
         assert part in str(caught.value)
 
@@ -132,6 +139,14 @@ def test_cells(tmp_path: Path) -> None:
     [
         (["--set", "engine.publish=false"], "training needs engine.publish = true"),
         (["--evaluate", "train"], "an evaluation cannot be named 'train'"),
+        (["--set", "train.report_to=['nonsense']"], "there is no 'nonsense'; known: azure_ml, "),
+        (["--set", "train.report_to=['tensorboard', 'wandb']"], "the package of 'wandb' is not installed; install it"),
+        (["--set", "policy.lora.load_in_4bit=true"], "policy.lora.load_in_4bit = true needs "),
+        (["--set", "train.fsdp=true"], "train.fsdp = true needs several processes: start gyre-train with torchrun"),
+        (
+            ["--set", "train.beta=0.1", "--set", "train.reference=nowhere"],
+            "nowhere': no model is there (config.json is",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_said_before_anything_starts(
