@@ -18,7 +18,6 @@ those of one process.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +30,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl.trainer.base_trainer import _BaseTrainer
 
-from gyre_sdk.errors import SettingsError, TrainerError
+from gyre_sdk.errors import SettingsError
 from gyre_sdk.trainer.arguments import TreeGRPOConfig, arguments
 from gyre_sdk.trainer.attention.choose import choose
 from gyre_sdk.trainer.attention.executor import Executor
@@ -49,6 +48,7 @@ from gyre_sdk.trainer.sharded import (
     sum_gradients,
     whole_weights,
 )
+from gyre_sdk.trainer.stepping import as_set, check_gradient, check_weights
 from gyre_sdk.trainer.team import NO_DEEPSPEED
 from gyre_sdk.trainer.unit_step import accumulate
 from gyre_sdk.trainer.units import Unit
@@ -117,7 +117,7 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
 
     Raises:
         SettingsError: the model, or the way in which processes were started, does not allow what `args` say.
-        TrainerError: from `train`: a step's gradient is not finite.
+        TrainerError: from `train`: a step's gradient is not finite, or it has spoilt the weights.
     """
 
     loss_is_scaled_for_ga = True
@@ -222,19 +222,15 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
         return torch.tensor(metrics["loss"], device=self.args.device)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with as_set(self.optimizer, self.lr_scheduler):
+            super()._load_optimizer_and_scheduler(checkpoint)
         self._resumed_from = None if checkpoint is None else Path(checkpoint)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         found = super()._get_grad_norm(model, grad_norm=grad_norm)
         found = found.full_tensor() if isinstance(found, DTensor) else found
         self._grad_norm = 0.0 if found is None else float(found)
-        if not math.isfinite(self._grad_norm):
-            raise TrainerError(
-                f"the gradient of step {self.state.global_step + 1} is not finite (its norm is {self._grad_norm}), and no"
-                " weight was changed by it. Lower train.learning_rate or train.max_grad_norm, or set train.bf16 = false;"
-                " the same command resumes at the last checkpoint"
-            )
+        check_gradient(self._grad_norm, self.state.global_step + 1)
         self._learning_rate = self._get_learning_rate()  # once the schedule has stepped, it is the next step's
         return found
 
@@ -362,6 +358,7 @@ class TreeGRPOTrainer(_BaseTrainer):  # type: ignore[misc]
         assert self._done is not None
         report, self._done = self._done, None
         if not report.skipped:
+            check_weights(self.model, report.step)
             report.metrics["grad_norm"] = self._grad_norm
             report.metrics["learning_rate"] = self._learning_rate
         if self.args.sync_ref_model and report.step % self.args.ref_model_sync_steps == 0:

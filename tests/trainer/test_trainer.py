@@ -272,6 +272,22 @@ def test_a_gradient_that_is_not_finite_ends_training_before_it_changes_a_weight(
     assert saved == [1, 2] and torch.equal(weights(model), seen[0])
 
 
+@pytest.mark.parametrize(
+    ("decay", "holds"), [(1e10, r"values up to \d\.\d*e\+\d+"), (1e42, "values that are not finite")]
+)
+def test_weights_that_a_step_has_spoilt_are_neither_saved_nor_reported(
+    tmp_path: Path, decay: float, holds: str
+) -> None:
+    done: list[Any] = []
+    config = TrainConfig(steps=2, learning_rate=1e-2, weight_decay=decay, save_every=1)
+    trainer = make_trainer(
+        config, tiny_model(), tmp_path, batch, on_step=done.append, on_saved=lambda step, path: done.append(path)
+    )
+    with pytest.raises(TrainerError, match=rf"step 1 has spoilt the policy: \S+weight holds {holds}.*resumes"):
+        trainer.train()
+    assert done == []
+
+
 def test_options_that_would_break_the_batch_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="one streamed batch"):
         TreeGRPOConfig(output_dir=str(tmp_path), max_steps=1, gradient_accumulation_steps=2, use_cpu=True)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from tensorboardX.proto.event_pb2 import Event
 from tiny_policy import VOCAB, gradient, logprobs_of, pure64, random_row, relative, tiny_model, unit_of
 
@@ -116,6 +117,7 @@ def test_a_reference_that_follows_is_resumed_with_the_training(tmp_path: Path, b
 
 
 def test_a_resumed_training_has_the_same_losses_bit_by_bit(tmp_path: Path, base: Path) -> None:
+    """With settings of the optimizer that were changed meanwhile, those count."""
     config = TrainConfig(
         steps=4, learning_rate=1e-2, schedule="cosine", weight_decay=0.1, loss_type="gspo", keep_checkpoints=9
     )
@@ -123,6 +125,14 @@ def test_a_resumed_training_has_the_same_losses_bit_by_bit(tmp_path: Path, base:
     checkpoint = tmp_path / "a" / "checkpoint-2"
     _, again = trained(config, lora_policy(base, checkpoint), tmp_path / "b", resume=checkpoint)
     assert [report.metrics for report in again] == [report.metrics for report in whole[2:]]
+    changed = structs.replace(config, learning_rate=1e-4, weight_decay=0.3, betas=(0.5, 0.9))
+    trainer, slower = trained(changed, lora_policy(base, checkpoint), tmp_path / "c", resume=checkpoint)
+    rates = [report.metrics["learning_rate"] for report in slower]
+    assert rates == pytest.approx([report.metrics["learning_rate"] / 100 for report in again]) and rates[0] > 1e-5
+    assert {(group["weight_decay"], group["betas"]) for group in trainer.optimizer.param_groups} <= {
+        (0.3, (0.5, 0.9)),
+        (0.0, (0.5, 0.9)),
+    }
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -195,7 +205,6 @@ def events_of(path: Path) -> list[Event]:
         ({"report_to": ["wandb"]}, "the package of 'wandb' is not installed"),
         ({"report_to": ["paper"]}, "there is no 'paper'; known: "),
         ({"fsdp": True}, "needs several processes"),
-        ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "vespo weighs whole calls by itself"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -233,6 +242,11 @@ def test_adapters_have_no_copy_that_could_follow(tmp_path: Path, base: Path) -> 
     config = TrainConfig(steps=1, beta=0.1, sync_ref_model=True)
     with pytest.raises(SettingsError, match="train full weights"):
         make_trainer(config, lora_policy(base), tmp_path, some_units)
+
+
+def test_adapters_of_modules_that_are_not_there(base: Path) -> None:
+    with pytest.raises(SettingsError, match=r"target_modules = \['w_nowhere'\] does not fit: .*not found"):
+        load_policy(PolicyConfig(model=base, lora=LoraConfig(target_modules=["w_nowhere"])))
 
 
 def test_four_bits_need_their_package(base: Path) -> None:
