@@ -121,6 +121,20 @@ class ProcessRestarted(Event, frozen=True, tag=True):
     reason: str
 
 
+class ReplicaLost(Event, frozen=True, tag=True):
+    """Calls go to a replica no more: it died, was started anew, or missed a publication."""
+
+    replica: str
+    """Its address."""
+
+
+class ReplicaBrought(Event, frozen=True, tag=True):
+    """A replica to which no calls went was brought to the weights that are served; calls go there."""
+
+    replica: str
+    version: int
+
+
 class CellMoved(Event, frozen=True, tag=True):
     """A cell changed what it does."""
 
@@ -214,6 +228,8 @@ AnyEvent = (
     | VersionPublished
     | EvaluationMeasured
     | ProcessRestarted
+    | ReplicaLost
+    | ReplicaBrought
     | PhaseStarted
     | CellMoved
     | CellsSeen

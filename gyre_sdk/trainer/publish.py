@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from gyre_sdk.errors import PublishError, ServiceError, TrainerError
-from gyre_sdk.events import VersionPublished
+from gyre_sdk.events import ReplicaBrought, ReplicaLost, VersionPublished
 from gyre_sdk.harness.ports import Observer
 from gyre_sdk.harness.service import Drained, ServiceClient
 from gyre_sdk.trainer import ledger as durable
@@ -31,8 +31,6 @@ from gyre_sdk.trainer.transports.bringing import PAUSE, at_once, bring_patiently
 from gyre_sdk.trainer.weights import AdapterWeights, PolicyFiles, WeightFolder
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from gyre_sdk.trainer.terms import Mandate
 
 PATIENCE = 120.0
@@ -141,24 +139,17 @@ class Publisher:
         """Publish weights that `step` optimizer steps are behind; return their version.
 
         Args:
-            weights: a model, or what `collect` returned: tensors by name, or an adapter.
+            weights: a model, which is sent as its transport does: adapters alone, or full weights with adapters merged;
+                or what `collect` returned: tensors by name, or an adapter.
             step: of the ledger.
 
         Raises:
             PublishError: no replica, or not the proxy, could be brought to the version.
         """
-        if not isinstance(weights, Mapping | AdapterWeights):
-            return self.publish_model(weights, step)
-        return self._publish(lambda: weights, step)
-
-    def publish_model(self, model: Any, step: int) -> int:
-        """Publish a model as its transport sends it: adapters alone, or full weights with adapters merged."""
-        return self._publish(lambda: self._transport.collect(model), step)
-
-    def _publish(self, collect: Callable[[], Mapping[str, Tensor] | AdapterWeights], step: int) -> int:
         began = time.monotonic()
         version = self._ledger.allocate_version(step, at=time.time())
-        weights = collect()
+        if not isinstance(weights, Mapping | AdapterWeights):
+            weights = self._transport.collect(weights)
         collected = time.monotonic()
         previous = self.current
         fresh = self._transport.write(version, weights)
@@ -285,6 +276,7 @@ class Publisher:
         with self._table:
             if self._serving.pop(url, None) is None:
                 return
+        self._observer(ReplicaLost(time.time(), url))
         try:
             self._routes.drain(url, 0.0)
         except ServiceError as error:
@@ -366,8 +358,12 @@ class Publisher:
     def _note(self, url: str, files: PolicyFiles) -> None:
         """Note what a replica serves, unless it was withdrawn meanwhile."""
         with self._table:
-            if url in self._locks and url not in self._withdrawn:
-                self._serving[url] = files
+            if url not in self._locks or url in self._withdrawn:
+                return
+            known = url in self._serving
+            self._serving[url] = files
+        if not known:
+            self._observer(ReplicaBrought(time.time(), url, files.version))
 
     def _bring_all(self, files: PolicyFiles, urls: list[str]) -> dict[str, float]:
         """Bring these replicas, at the same time; return the phases of the slowest."""

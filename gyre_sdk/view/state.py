@@ -15,6 +15,8 @@ from gyre_sdk.events import (
     LaneOpened,
     PhaseStarted,
     ProcessRestarted,
+    ReplicaBrought,
+    ReplicaLost,
     RunEnded,
     RunStarted,
     StepSkipped,
@@ -163,6 +165,8 @@ class State:
         self.evaluations: dict[str, EvaluationMeasured] = {}
         self.restarts = Counter[str]()
         """Restarts by process."""
+        self.lost = set[str]()
+        """Addresses of the replicas beside no cells that take no calls now."""
         self.cells: dict[str, CellView] = {}
         """Cells by name, in the order in which they were first heard of."""
         self.fleet: CellsSeen | None = None
@@ -217,6 +221,13 @@ class State:
             case ProcessRestarted():
                 self.restarts[event.process] += 1
                 self.problems.append((event.at, f"{event.process} restarted: {event.reason}"))
+            case ReplicaLost() if not self.cells:  # where there are cells, the cell says that it failed
+                self.lost.add(event.replica)
+                self.problems.append((event.at, f"replica {event.replica} was lost, and takes no calls"))
+            case ReplicaLost():
+                pass
+            case ReplicaBrought():
+                self.lost.discard(event.replica)
             case PhaseStarted():
                 self.phase = Phase(event.name, event.total, event.at)
             case CellsSeen():
@@ -250,7 +261,8 @@ class State:
             case CellMoved():
                 cell.state, cell.since = event.state, event.at
                 if event.state == "failed":
-                    self.problems.append((event.at, f"cell {event.cell} failed: {event.reason}"))
+                    what = "replica" if event.standalone else "cell"
+                    self.problems.append((event.at, f"{what} {event.cell} failed: {event.reason}"))
             case UnitsCommitted():
                 cell.units += event.units
                 cell.tokens += event.tokens

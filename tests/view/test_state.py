@@ -16,6 +16,8 @@ from gyre_sdk.events import (
     LaneOpened,
     PhaseStarted,
     ProcessRestarted,
+    ReplicaBrought,
+    ReplicaLost,
     RunEnded,
     RunStarted,
     StepSkipped,
@@ -137,6 +139,19 @@ def test_cells_and_what_they_do():
     assert (state.switches["training"].count, state.switches["training"].seconds) == (2, 8.0)
     assert state.fleet is not None and state.fleet.water == 5
     assert list(state.problems) == [(17.0, "cell s1 failed: no sign of life")] and state.unknown == 0
+    state.apply(ReplicaLost(18.0, "http://h:1"))
+    state.apply(CellMoved(19.0, "standalone-0", "failed", "serving", 9.0, "it refuses connections", standalone=True))
+    assert (
+        list(state.problems)[1:] == [(19.0, "replica standalone-0 failed: it refuses connections")] and not state.lost
+    )
+
+
+def test_a_replica_without_cells_is_lost_until_it_is_brought():
+    state = fold(ReplicaBrought(1.0, "http://h:1", 0), ReplicaLost(2.0, "http://h:1"))
+    assert state.lost == {"http://h:1"}
+    assert list(state.problems) == [(2.0, "replica http://h:1 was lost, and takes no calls")]
+    state.apply(ReplicaBrought(3.0, "http://h:1", 1))
+    assert not state.lost and len(state.problems) == 1 and state.unknown == 0
 
 
 def test_long_trainings_stay_small():
@@ -189,6 +204,8 @@ _any = st.one_of(
     st.builds(VersionPublished, _times, st.integers(0, 9), _times),
     st.builds(EvaluationMeasured, _times, st.text(), st.integers(0, 9), st.floats(), st.floats(0, 1)),
     st.builds(ProcessRestarted, _times, st.text(), st.text()),
+    st.builds(ReplicaLost, _times, _names),
+    st.builds(ReplicaBrought, _times, _names, st.integers(0, 9)),
     st.builds(PhaseStarted, _times, st.text(), st.integers(0, 9)),
     st.builds(CellMoved, _times, st.text(max_size=12), st.text(), st.text(), _times, st.text()),
     st.builds(
