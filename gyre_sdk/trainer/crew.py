@@ -15,7 +15,7 @@ from gyre_sdk.trainer.cells.manager import Cell, Manager
 from gyre_sdk.trainer.cells.rates import RateMeter
 from gyre_sdk.trainer.cells.state import CellState
 from gyre_sdk.trainer.cells.switch import Patience, parking_of
-from gyre_sdk.trainer.children import cell_name, engine_options, standalone_names
+from gyre_sdk.trainer.children import cell_names, engine_options, standalone_names
 from gyre_sdk.trainer.rollouts import Rollouts
 from gyre_sdk.trainer.stack import Stack
 from gyre_sdk.trainer.transports import choose
@@ -41,13 +41,13 @@ class Crew:
         slow = max(60.0, 2 * settings.lease_s)  # a satellite's transfers, and the unit that it has in hand
         parking = parking_of(engine_options(stack.config), choose(stack.config))
         self._rates = RateMeter(lambda: stack.replicas)
+        beside = standalone_names(settings)
+        self._cells = [
+            Cell(name, url, parking, launched, standalone=name in beside)
+            for name, url, launched in zip([*cell_names(settings), *beside], stack.replicas, stack.cells, strict=True)
+        ]
         self.manager = Manager(
-            [
-                Cell(cell_name(number), url, parking, launched)
-                for number, (url, launched) in enumerate(zip(stack.replicas, stack.cells, strict=True))
-                if number < settings.count
-            ],
-            standalone=settings.standalone,
+            self._cells,
             training=stack.core,
             publisher=stack.publisher,
             counters=self.counters,
@@ -63,14 +63,14 @@ class Crew:
         self._stack = stack
         self._alone, stack.on_moved = stack.on_moved, self.manager.moved
         stack.core.check = self.check
-        stack.on_end = self._end
-        self._standalone = standalone_names(settings)
-        self._began = time.time()
+        stack.on_end = self.manager.end
 
     def __enter__(self) -> Self:
-        for name, state in self.manager.states().items():  # one that never moves is heard of too
-            self._stack.observer(CellMoved(time.time(), name, state, CellState.LOADING, 0.0, "the training begins"))
-        self._tell_standalone(CellState.SERVING, CellState.LOADING, 0.0, "it serves all the time")
+        states = CellState.SERVING, CellState.LOADING
+        for cell in self._cells:  # one that never moves is heard of too
+            self._stack.observer(
+                CellMoved(time.time(), cell.name, *states, 0.0, "the training begins", cell.standalone)
+            )
         self.manager.start()
         self._rates.start()
         return self
@@ -81,29 +81,19 @@ class Crew:
         self._rates.stop()
         self.manager.stop()
         self._stack.on_moved = self._alone
-        for url, state in zip(self._stack.replicas, self.manager.states().values(), strict=False):  # those of cells
+        for url, state in zip(self._stack.replicas, self.manager.states().values(), strict=True):
             if state is CellState.FAILED:  # it serves again once it answers, whoever uses the stack next
                 self._stack.publisher.returned(url, known=False)
 
-    def _end(self) -> None:
-        """Tell that all that serves is told to end."""
-        self.manager.end()
-        seconds = max(0.0, time.time() - self._began)
-        self._tell_standalone(CellState.STOPPED, CellState.SERVING, seconds, "the training ends")
-
-    def _tell_standalone(self, state: CellState, before: CellState, seconds: float, reason: str) -> None:
-        """Tell of the replicas beside the cells."""
-        for name in self._standalone:
-            self._stack.observer(CellMoved(time.time(), name, state, before, seconds, reason, standalone=True))
-
     def check(self) -> None:
-        """Raise when a process was given up, or the manager of cells has ended.
+        """Raise when a process was given up, or the manager of cells or what it measures with has ended.
 
         Raises:
             TrainerError: naming it.
         """
         self._stack.check()
         self.manager.check()
+        self._rates.check()
 
     def sealed(self, group: SealedGroup, runs: int) -> None:
         """Count what a group's runs gave to training."""

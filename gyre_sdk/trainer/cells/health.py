@@ -92,8 +92,10 @@ class Health(Lookout):
 
     def beat(self) -> None:
         """Look at each replica once."""
-        for url in list(self._pulses):
-            sign = look(self._http, url)
-            pulses = self._pulses
-            if url in pulses:
-                pulses[url] = pulses[url].after(sign, self._clock.monotonic())
+        self.each(self._feel, list(self._pulses))
+
+    def _feel(self, url: str) -> None:
+        sign = look(self._http, url)
+        pulses = self._pulses
+        if url in pulses:
+            pulses[url] = pulses[url].after(sign, self._clock.monotonic())

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import httpx
 
@@ -26,7 +27,7 @@ from gyre_sdk.harness.hooks import unobserved
 from gyre_sdk.harness.ports import Clock, Observer
 from gyre_sdk.trainer.cells.capacity import Capacity, Costs, Counters, Load, carried
 from gyre_sdk.trainer.cells.health import Health
-from gyre_sdk.trainer.cells.moves import LOST, Member, Moves
+from gyre_sdk.trainer.cells.moves import LOST, Member, Moves, side_by_side
 from gyre_sdk.trainer.cells.observe import observed
 from gyre_sdk.trainer.cells.plan import Action, Move, Observation, Policy, plan, taken_back
 from gyre_sdk.trainer.cells.state import CellState
@@ -48,14 +49,13 @@ class Manager:
     """Moves cells between serving and training.
 
     Args:
-        cells: the core first; all serve, and are published to.
+        cells: the core first, and last the replicas beside them, which never move; all serve, and are published to.
         training: the sharing of the batch's units.
         publisher: of the same replicas.
         counters: what rollouts count now.
         policy: how eager the plan is.
         drain_s: seconds that requests may take to end on a cell that leaves.
         runs_per_cell: bound of what one serving cell carries.
-        standalone: replicas beside the cells, which serve all the time.
         decide: what moves, given what was seen.
         load: what was measured of one serving cell and its runs.
         patience: bounds of the other phases of a switch; None: a minute each.
@@ -72,7 +72,6 @@ class Manager:
         policy: Policy,
         drain_s: float,
         runs_per_cell: float,
-        standalone: int = 0,
         decide: Decide = plan,
         load: Callable[[], Load] = Load,
         observer: Observer = unobserved,
@@ -84,13 +83,13 @@ class Manager:
         if not cells:
             raise TrainerError("there are no cells to manage")
         self._members = [Member(cell, not n, clock.monotonic()) for n, cell in enumerate(cells)]
+        self._cells = [member for member in self._members if not member.cell.standalone]
         self._training = training
         self._publisher = publisher
         self._counters = counters
         self._policy = policy
         self._patience = patience or Patience(drain_s)
         self._bound = runs_per_cell
-        self._standalone = standalone
         self._decide = decide
         self._load = load
         self._carried = Capacity(runs_per_cell)
@@ -108,12 +107,11 @@ class Manager:
         self._clock = clock
         self._health = Health(clock, min(0.5, 2 * period_s))
         self._acting = threading.Lock()
-        """Held while cells are moved: by the thread, or by who gathers them."""
+        """Held while cells are moved: by the thread, or by who brings them back at the end."""
         self._looking = threading.Lock()
         """Held while it is decided whether a cell that has drained leaves: one at a time."""
         self._elsewhere: dict[str, str] = {}
         """Replicas that came back under another address."""
-        self._gathered = False
         self._failure: BaseException | None = None
         self._checked = self._told_at = 0.0
         self._told: tuple[object, ...] = ()
@@ -133,13 +131,12 @@ class Manager:
     def stop(self, seconds: float = 60.0) -> None:
         """Move nothing more and bring all cells back to serving, for about `seconds` at most. Idempotent."""
         give_up = time.monotonic() + seconds
-        self._gathered = True
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(seconds)
         self._health.stop()
         # in a thread: a core that was broken off in the middle of a unit never lets go of it
-        last = threading.Thread(target=self._gather_last, args=(seconds,), name="gather cells", daemon=True)
+        last = threading.Thread(target=self._gather, args=(seconds,), name="gather cells", daemon=True)
         last.start()
         last.join(max(0.0, give_up - time.monotonic()))
         if last.is_alive():
@@ -150,7 +147,7 @@ class Manager:
         self._moves.end([member for member in self._members if member.state is not CellState.STOPPED])
 
     def check(self) -> None:
-        """Raise what ended the manager, or that a cell's process was given up.
+        """Raise what ended the manager or its looks at replicas, or that a cell's process was given up.
 
         Raises:
             TrainerError: naming it.
@@ -159,14 +156,10 @@ class Manager:
             raise TrainerError(
                 f"the manager of cells ended: {type(self._failure).__name__}: {self._failure}"
             ) from self._failure
+        self._health.check()
         for member in self._members:
             if member.cell.launched is not None:
                 member.cell.launched.check()
-
-    def gather(self) -> None:
-        """Bring all cells back to serving now, and move nothing more. Cells that fail on the way are brought back later."""
-        self._gathered = True
-        self._gather(None)
 
     @property
     def costs(self) -> Costs:
@@ -174,7 +167,7 @@ class Manager:
         return self._moves.costs
 
     def states(self) -> dict[str, CellState]:
-        """Return what each cell does, the core first."""
+        """Return what each cell does, the core first, and last the replicas beside them."""
         return {member.cell.name: member.state for member in self._members}
 
     def moved(self, old: str, new: str) -> None:
@@ -196,8 +189,6 @@ class Manager:
     def _tick(self) -> None:
         self._notice()
         self._bring_back()
-        if self._gathered:
-            return
         seen = self._observe()
         self._tell(seen)
         actions = self._decide(seen, self._policy)
@@ -211,25 +202,30 @@ class Manager:
         if progress.pull_s or progress.push_s:
             self._moves.joining_takes(progress.pull_s + progress.push_s)
         self._carried = carried(self._load(), self._bound)
-        states, runs = list(self.states().values()), self._carried.runs
+        states, runs = [member.state for member in self._cells], self._carried.runs
         return observed(states, counters, progress, self.costs, capacity=runs, standalone=self._standalone)
+
+    @property
+    def _standalone(self) -> int:
+        """Replicas beside the cells that serve now."""
+        return sum(one.cell.standalone and one.state is CellState.SERVING for one in self._members)
 
     def _tell(self, seen: Observation) -> None:
         """Tell observers what was seen, when it has changed."""
         now = self._clock.monotonic()
         limit = str(self._carried.limit)
-        told = (seen.water, seen.serving, seen.training, seen.moving, round(seen.ready_s), limit)
+        told = (seen.water, seen.serving, seen.training, seen.moving, seen.standalone, round(seen.ready_s), limit)
         if told != self._told and now - self._told_at >= _CHECK_S:
             self._told, self._told_at = told, now
             at, capacity = self._clock.time(), seen.carrying * seen.cell_capacity
             cells = (seen.serving, seen.training, seen.moving)
-            self._observer(CellsSeen(at, seen.water, capacity, *cells, seen.ready_s, limit, self._standalone))
+            self._observer(CellsSeen(at, seen.water, capacity, *cells, seen.ready_s, limit, seen.standalone))
 
     # -- moving --------------------------------------------------------------------------------------------------------
 
     def _carry_out(self, action: Action, seen: Observation) -> None:
         if action.move is Move.TO_TRAINING:
-            if self._gathered:
+            if self._stopping.is_set():
                 return
             leaving = self._leaving(action.cells, seen)
             if self._members[0].state is CellState.TRAINING or any(member.core for member in leaving):
@@ -241,10 +237,10 @@ class Manager:
     def _leaving(self, cells: int, seen: Observation) -> list[Member]:
         """Return the next cells of the order that can leave."""
         now = self._clock.monotonic()
-        serving = [member for member in self._members if member.state is CellState.SERVING]
-        if seen.water and len(self._members) > 1 and not self._standalone:
+        serving = [member for member in self._cells if member.state is CellState.SERVING]
+        if seen.water and len(self._cells) > 1 and not seen.standalone:
             cells = min(cells, len(serving) - 1)
-        waiting = self._training.waiting() if len(self._members) > 1 else set()
+        waiting = self._training.waiting() if len(self._cells) > 1 else set()
         fit = [one for one in serving if now >= one.retry_at and (one.core or one.cell.name in waiting)]
         return fit[: max(0, cells)]
 
@@ -256,66 +252,63 @@ class Manager:
             return found
 
     def _reason_to_stay(self, member: Member) -> str | None:
-        if self._gathered:
-            return "cells are gathered"
+        if self._stopping.is_set():
+            return "the training ends"
         if not member.core and self._members[0].state is not CellState.TRAINING:
             return "the core does not train"
-        if len(self._members) == 1 and not self._standalone:
+        if len(self._cells) == 1 and not self._standalone:
             return None
-        after = self._members[self._members.index(member) + 1 :]
-        draining = [one for one in self._members if one.state is CellState.DRAINING and one is not member]
+        after = self._cells[self._cells.index(member) + 1 :]
+        draining = [one for one in self._cells if one.state is CellState.DRAINING and one is not member]
         others = sum(one.leaves is False or (one.leaves is None and one in after) for one in draining)
         return taken_back(self._observe(), self._policy, others=others)
 
-    def _gather_last(self, seconds: float) -> None:
+    def _gather(self, seconds: float) -> None:
+        give_up = self._clock.monotonic() + seconds
         try:
-            self._gather(self._clock.monotonic() + seconds)
+            with self._acting:
+                training = [member for member in reversed(self._members) if member.state is CellState.TRAINING]
+                self._moves.go_back(training, "the training ends")
+                if self._clock.monotonic() <= give_up:
+                    self._moves.bring_back([member for member in self._members if self._may_return(member)])
         except Exception as error:  # boundary: top of the thread that gathers; the manager has ended all the same
             _log.exception("cells were not all brought back to serving")
             self._failure = self._failure or error
-
-    def _gather(self, deadline: float | None) -> None:
-        with self._acting:
-            self._moves.go_back(
-                [member for member in reversed(self._members) if member.state is CellState.TRAINING],
-                "cells are gathered",
-            )
-            if deadline is None or self._clock.monotonic() <= deadline:
-                self._moves.bring_back([member for member in self._members if self._may_return(member)])
 
     # -- deaths and returns --------------------------------------------------------------------------------------------
 
     def _notice(self) -> None:
         """Mark cells that died or moved, and park replicas again that were started anew while their cell trains."""
+        faults: dict[Member, str] = {}
         for old, new in list(self._elsewhere.items()):
             del self._elsewhere[old]
-            if all(member.cell.url.rstrip("/") != old for member in self._members):
-                self._publisher.returned(new, known=False)  # none of a cell
             for member in self._members:
                 if member.cell.url.rstrip("/") == old:
                     member.cell = replace(member.cell, url=new)
                     self._watch()
                     if member.state is CellState.SERVING:
-                        self._moves.fail(member, f"its replica came back at {new}")
+                        faults[member] = f"its replica came back at {new}"
         for member in self._members:
             if member.state is CellState.SERVING and (fault := self._health.fault(member.cell.url)):
-                self._moves.fail(member, fault)
+                faults.setdefault(member, fault)
         now = self._clock.monotonic()
-        if now - self._checked < _CHECK_S:
-            return
-        self._checked = now
-        connected = self._training.waiting()
-        for member in self._members:
-            if not member.core:
-                self._end_hung(member)
-            if member.state is not CellState.TRAINING:
-                continue
-            if not member.core and member.has_ended:
-                self._moves.fail(member, "its worker's process ended")
-            elif not member.core and member.cell.name not in connected:
-                self._moves.fail(member, LOST)
-            elif self._health.answers(member.cell.url):
-                self._keep_parked(member)
+        parked: list[Member] = []
+        if now - self._checked >= _CHECK_S:
+            self._checked = now
+            connected = self._training.waiting()
+            for member in self._cells:
+                if not member.core:
+                    self._end_hung(member)
+                if member.state is not CellState.TRAINING:
+                    continue
+                if not member.core and member.has_ended:
+                    faults[member] = "its worker's process ended"
+                elif not member.core and member.cell.name not in connected:
+                    faults[member] = LOST
+                elif self._health.answers(member.cell.url):
+                    parked.append(member)
+        side_by_side([partial(self._moves.fail, member, reason) for member, reason in faults.items()])
+        side_by_side([partial(self._keep_parked, member) for member in parked])
 
     def _end_hung(self, member: Member) -> None:
         """Have a worker started again of which nothing is to be expected: else its cell is in neither role for ever."""

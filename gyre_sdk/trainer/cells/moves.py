@@ -251,7 +251,8 @@ class Moves:
             member.state = after(before, event)
             seconds, member.since = now - member.since, now
             _log.info("%s is %s after %.2f s of %s: %s", member.cell.name, member.state, seconds, before, reason)
-            self._observer(CellMoved(self._clock.time(), member.cell.name, member.state, before, seconds, reason))
+            cell, at = member.cell, self._clock.time()
+            self._observer(CellMoved(at, cell.name, member.state, before, seconds, reason, cell.standalone))
 
     def _broken_off(self, member: Member, to: str, error: PhaseFailed) -> None:
         """Fail a cell whose switch has failed, and tell what it took until then."""

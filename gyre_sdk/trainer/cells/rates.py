@@ -11,7 +11,7 @@ import httpx
 
 from gyre_sdk.harness.ports import Clock
 from gyre_sdk.trainer.cells.knee import Rates
-from gyre_sdk.trainer.cells.lookout import Lookout
+from gyre_sdk.trainer.cells.lookout import AT_ONCE, Lookout
 
 __all__ = ["RateMeter", "Reading", "between", "cache_tokens", "reading"]
 
@@ -20,8 +20,6 @@ _PERIOD_S = 2.0
 _LONGEST_S = 10.0
 """Seconds after which two readings tell nothing about what was in between."""
 _TIMEOUT_S = 2.0
-_ASKED = 32
-"""Replicas that are asked at most; all are alike."""
 _SAMPLE = re.compile(
     r"^vllm:(generation_tokens_total|num_requests_running|num_requests_waiting)(?:\{.*\})? (\S+)$", re.MULTILINE
 )
@@ -103,20 +101,11 @@ class RateMeter(Lookout):
         self._before: dict[str, Reading] = {}
 
     def beat(self) -> None:
-        """Look at each replica once."""
+        """Look at each replica once; of very many at some, since all are alike."""
         urls = list(self._urls())
-        found: dict[str, Reading] = {}
-        for url in urls[:_ASKED]:
-            if self._stopping.is_set():
-                return
-            try:
-                page = self._http.get(f"{url}/metrics").text
-            except httpx.HTTPError:
-                continue
-            self.kv_tokens = self.kv_tokens or cache_tokens(page)
-            said = reading(page, self._clock.monotonic())
-            if said is not None:
-                found[url] = said
+        asked = urls[:AT_ONCE]
+        read = zip(asked, self.each(self._read, asked), strict=True)
+        found = {url: said for url, said in read if said is not None}
         for url, said in found.items():
             seen = between(self._before[url], said) if url in self._before else None
             if seen is not None:
@@ -125,3 +114,11 @@ class RateMeter(Lookout):
         self.busiest = max((said.calls for said in found.values()), default=0.0)
         self.calls = len(urls) * sum(said.calls for said in found.values()) / len(found) if found else None
         self.looked = self._clock.monotonic()
+
+    def _read(self, url: str) -> Reading | None:
+        try:
+            page = self._http.get(f"{url}/metrics").text
+        except httpx.HTTPError:
+            return None
+        self.kv_tokens = self.kv_tokens or cache_tokens(page)
+        return reading(page, self._clock.monotonic())

@@ -145,6 +145,8 @@ class Cell:
     """What keeps its processes running; None: somebody else looks after them."""
     worker: str = ""
     """Its training process among `launched.pids()`; empty: `NAME-worker`. The core has none there."""
+    standalone: bool = False
+    """It is no cell but a replica beside them, which serves all the time."""
 
     @property
     def worker_name(self) -> str:

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gyre_sdk.errors import PublishError, TrainerError
-from gyre_sdk.events import CellsSeen, SwitchMeasured
+from gyre_sdk.events import CellMoved, CellsSeen, ReplicaBrought, ReplicaLost, SwitchMeasured
 from gyre_sdk.trainer.cells.capacity import Average, Costs
 from gyre_sdk.trainer.cells.health import SILENT_S, Pulse, Sign
 from gyre_sdk.trainer.cells.launch import Launched
@@ -81,12 +81,22 @@ class Workers:
 class World:
     """A manager whose ticks the test makes."""
 
-    def __init__(self, toys: Toys, *, launched: Launched | None = None, cells: int = 3, **more: Any) -> None:
+    def __init__(
+        self, toys: Toys, *, launched: Launched | None = None, cells: int = 3, standalone: int = 0, **more: Any
+    ) -> None:
         self.toys, self.clock, self.hand = toys, ManualClock(), Hand("cell-1", "cell-2")
         self.actions: list[Action] = []
         self.counters = counted(4)
         self.manager = Manager(
-            [Cell(f"cell-{n}", toy.url, launched=launched) for n, toy in enumerate(toys.replicas[:cells])],
+            [
+                Cell(
+                    f"cell-{n}" if n < cells else f"standalone-{n - cells}",
+                    toy.url,
+                    launched=launched,
+                    standalone=n >= cells,
+                )
+                for n, toy in enumerate(toys.replicas[: cells + standalone])
+            ],
             training=self.hand,
             publisher=toys.publisher,
             counters=lambda: self.counters,
@@ -173,19 +183,29 @@ def test_the_last_serving_cell_stays_while_runs_live(toys: Toys) -> None:
 
 
 def test_with_a_replica_beside_them_all_cells_may_train(toys: Toys) -> None:
-    """As far as that one carries the runs; where it comes back elsewhere it is brought to the current weights there."""
+    """As far as that one carries the runs, and while it serves: that it died is told, and that it serves again."""
     beside = toys.replicas[2]
     world = World(toys, cells=2, standalone=1)
-    assert world.tick(2) == ["training", "training"]
+    assert world.tick(2) == ["training", "training", "serving"]
     assert beside.url in toys.publisher._serving
     world.tick(-2)
     world.counters = counted(9)
-    assert world.tick(2) == ["training", "serving"], "eight are what one replica carries"
+    assert world.tick(2) == ["training", "serving", "serving"], "eight are what one replica carries"
     assert "is above what 1 other replicas carry" in moves(toys.events, "cell-1")[-1][1]
-    toys.publisher.forget(beside.url)
-    world.manager.moved("http://127.0.0.1:1", beside.url)
-    world.tick()
-    until(lambda: beside.url in toys.publisher._serving, "calls go there again")
+    world.counters = counted(4)
+    beside.broken.add("health")
+    world.tick(-1)
+    assert world.tick(2) == ["training", "serving", "failed"], "the last that serves"
+    toys.publisher.publish({}, step=1)
+    beside.broken.clear()
+    assert world.tick(1, seconds=60) == ["training", "training", "serving"]
+    world.check()
+    told = [event for event in toys.events if isinstance(event, CellMoved) and event.standalone]
+    assert [(event.cell, event.state) for event in told] == [
+        ("standalone-0", state) for state in ("failed", "loading", "serving")
+    ]
+    assert told[0].reason == "its replica refuses connections"
+    assert [event.standalone for event in toys.events if isinstance(event, CellsSeen)][-2:] == [0, 1]
 
 
 def test_one_cell_alternates_whatever_lives(toys: Toys) -> None:
@@ -387,16 +407,28 @@ def test_a_replica_that_comes_back_elsewhere_is_brought_there_without_a_manager(
     toys.publisher.forget(old.url)
     old.close()
     toys.publisher.returned(toys.replicas[1].url, known=False)
-    until(lambda: toys.replicas[1].url in toys.publisher._serving, "it is brought")
-    assert toys.replicas[1].version == str(toys.publisher.current.version)
+    until(lambda: isinstance(toys.events[-1], ReplicaBrought), "it is brought")
+    assert toys.replicas[1].url in toys.publisher._serving
+    version = toys.publisher.current.version
+    assert toys.replicas[1].version == str(version)
+    told = [event for event in toys.events[3:] if isinstance(event, ReplicaLost | ReplicaBrought)]
+    assert [(type(event), event.replica) for event in told] == [
+        (ReplicaLost, old.url),
+        (ReplicaBrought, toys.replicas[1].url),
+    ]
 
 
-def test_gathered_cells_serve_and_move_no_more(toys: Toys) -> None:
+def test_cells_serve_when_the_manager_has_stopped(toys: Toys) -> None:
+    """Those that trained, and one whose replica answers again."""
     world = World(toys)
     world.tick(2)
-    world.manager.gather()
+    toys.replicas[2].broken.add("health")
+    world.tick()
+    assert world.tick() == ["training", "training", "failed"]
+    toys.replicas[2].broken.clear()
+    world.manager._health.beat()
+    world.manager.stop()
     assert set(world.manager.states().values()) == {"serving"}
-    assert world.tick(2) == ["serving"] * 3
     world.check()
 
 
@@ -410,6 +442,34 @@ def test_a_thread_that_ends_is_told(toys: Toys) -> None:
     with pytest.raises(TrainerError, match="the manager of cells ended: RuntimeError: no plan"):
         world.manager.check()
     world.manager.stop()
+
+
+def test_a_look_at_replicas_that_ends_is_told(toys: Toys) -> None:
+    """Who looks no more would take the dead for living."""
+    world = World(toys, period_s=0.01)
+    world.manager.start()
+    world.manager.moved(toys.replicas[2].url, "http://127.0.0.1:port")
+    world.manager._health._thread.join(60)
+    with pytest.raises(TrainerError, match="the look at the health of cells ended: InvalidURL"):
+        world.manager.check()
+    world.manager.stop()
+
+
+def test_replicas_are_asked_at_the_same_time(toys: Toys) -> None:
+    """None that is slow to answer keeps the others from being looked at."""
+    health, together = World(toys).manager._health, threading.Barrier(3)
+
+    def meet(path: str) -> tuple[int, dict[str, Any]]:
+        try:
+            together.wait(1.0)
+        except threading.BrokenBarrierError:
+            together.reset()
+            return 503, {}
+        return 200, {}
+
+    for toy in toys.replicas:
+        toy.get = meet  # type: ignore[method-assign]
+    until(lambda: health.beat() or all(health.answers(toy.url) for toy in toys.replicas), "all answer at once", 60)
 
 
 def test_the_plan_moves_cells_by_what_is_measured(toys: Toys) -> None:
@@ -481,7 +541,7 @@ def test_whatever_happens_a_cell_has_one_user_and_legal_moves(
         for _ in range(3):
             world.tick(seconds=60)
         toys.publisher.publish({}, step=1)
-        world.manager.gather()
+        world.manager.stop()
         assert set(world.manager.states().values()) == {"serving"}
         world.check()
     finally:

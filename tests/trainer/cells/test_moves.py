@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cells_kit import Toys, counted, moves
+from cells_kit import ToyReplica, Toys, counted, moves
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_manager import Workers, World
@@ -268,6 +269,41 @@ def test_a_version_that_came_meanwhile_reaches_who_is_taken_back(behind: tuple[W
     world.check()
 
 
+def test_the_deaths_of_cells_are_told_side_by_side(
+    behind: tuple[World, Drains], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And replicas of cells that train are asked side by side whether they are parked."""
+    world, proxy = behind
+    monkeypatch.setattr("gyre_sdk.trainer.cells.moves._TOLD_S", LONG)
+    together, met = threading.Barrier(2), list[str]()
+
+    def meet(what: str) -> None:
+        together.wait(LONG / 4)
+        met.append(what)
+
+    proxy.draining = meet
+    for toy in world.toys.replicas[:2]:
+        toy.broken.add("health")
+    world.tick()
+    assert world.tick() == ["failed", "failed", "serving"]
+    assert set(met) == {toy.url for toy in world.toys.replicas[:2]}
+    proxy.draining = lambda url: None
+    for toy in world.toys.replicas[:2]:
+        toy.broken.clear()
+    world.tick(seconds=60)
+    assert world.tick(2, seconds=60) == ["training", "training", "serving"]
+
+    def get(toy: ToyReplica, path: str) -> tuple[int, dict[str, Any]]:
+        if path == "/is_paused":
+            meet(path)
+        return ToyReplica.get(toy, path)
+
+    for toy in world.toys.replicas[:2]:
+        toy.get = partial(get, toy)  # type: ignore[method-assign]
+    world.tick()
+    assert met[2:] == ["/is_paused"] * 2
+
+
 def test_a_replica_that_cannot_be_taken_back_takes_no_requests(behind: tuple[World, Drains]) -> None:
     """It died while it drained, and came back with nothing."""
     world, proxy = behind
@@ -287,15 +323,15 @@ def test_a_replica_that_cannot_be_taken_back_takes_no_requests(behind: tuple[Wor
     world.check()
 
 
-def test_who_gathers_takes_back_what_has_not_left(behind: tuple[World, Drains]) -> None:
+def test_the_end_takes_back_what_has_not_left(behind: tuple[World, Drains]) -> None:
     world, proxy = behind
 
-    def gather(url: str) -> None:
-        world.manager._gathered = True
+    def end(url: str) -> None:
+        world.manager._stopping.set()
 
-    proxy.draining = gather
+    proxy.draining = end
     assert world.tick(2) == ["serving"] * 3
-    assert moves(world.toys.events, "cell-1")[-1] == ("serving", "cells are gathered")
+    assert moves(world.toys.events, "cell-1")[-1] == ("serving", "the training ends")
     world.check()
 
 
@@ -331,9 +367,9 @@ def test_whatever_the_water_does_meanwhile_somebody_serves(
             for toy in world.toys.replicas:
                 toy.broken.clear()
         proxy.draining = lambda url: None
-        world.manager.gather()
         for _ in range(3):
             world.tick(seconds=60)
+        world.manager.stop()
         assert set(world.manager.states().values()) == {"serving"}
         world.check()
 
