@@ -13,10 +13,12 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from long_calls import LONG, long_call, metric
 from trainer.cells.cells_kit import Fleet, Forced, Hand, check_calls, converse_all, moves, until, weights
 from training_kit import CONFIG, make_training
-from vllm_environment import VLLM_PYTHON, environment
+from transformers import AutoModelForCausalLM
+from vllm_environment import IN_ONE, VLLM_PYTHON, environment
 
 from gyre_sdk.events import Event, SwitchMeasured
 from gyre_sdk.journal import Journal
@@ -96,7 +98,7 @@ class Trained(Fleet):
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**environment(), "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}.items():
+        for name, value in {**environment(), **IN_ONE}.items():
             patch.setenv(name, value)
         found = Trained(tmp_path_factory.mktemp("cells"))
         yield found
@@ -193,6 +195,56 @@ def test_a_call_that_is_cut_finds_its_prefix_at_the_other_cell(served: Trained) 
     quiet = long_call(served.service, served.store, number)
     assert quiet.prompt_ids == call.prompt_ids and quiet.sampled_ids == call.sampled_ids
     assert [metric(url, "external_prefix_cache_hits_total") for url in served.urls] == hits
+
+
+def test_a_call_that_is_cut_goes_on_with_its_prefix_computed_again(served: Trained) -> None:
+    """At the other cell under the same weights, which finds none of its keys, and back at the first under newer ones.
+
+    Nobody serves meanwhile. Each token is on record with the weights that it was sampled from, and their log-prob.
+    """
+    policy, (one, other) = weights(served), served.urls
+    changed = {name: tensor * 1.5 if "down_proj" in name else tensor for name, tensor in policy.items()}
+    published = [served.publisher.publish(policy, step=200)]
+
+    def sampled_by(url: str) -> float:
+        return metric(url, "generation_tokens_total")
+
+    served.publisher.withdraw(other, 0.0)
+    with ThreadPoolExecutor(1) as pool:
+        begun = sampled_by(one)
+        running = pool.submit(long_call, served.service, served.store, 30)
+        until(
+            lambda: sampled_by(one) > begun and written(served) >= FILES, "it is under way, with its keys in the folder"
+        )
+        assert served.publisher.withdraw(one, 0.0).moved == 1
+        for file in served.keys.rglob("*.bin"):
+            file.unlink()
+        begun, hits = sampled_by(other), metric(other, "external_prefix_cache_hits_total")
+        served.publisher.restore(other)
+        until(lambda: sampled_by(other) > begun, "it goes on at the other")
+        assert served.publisher.withdraw(other, 0.0).moved == 1
+        assert metric(other, "external_prefix_cache_hits_total") == hits
+        published.append(served.publisher.publish(changed, step=201))
+        served.publisher.restore(one)
+        call = running.result(300)
+    served.publisher.restore(other)
+    with Journal(served.store, "r") as journal:
+        attempts, calls = journal.attempts(call.call), list(journal.calls(call.run))
+    assert calls == [call] and len(call.sampled_ids) == len(call.logprobs) == LONG
+    assert [attempt.replica for attempt in attempts] == [one, other, one]
+    cuts = [attempt.tokens_to for attempt in attempts]
+    assert 0 < cuts[0] < cuts[1] < LONG and [attempt.tokens_from for attempt in attempts] == [0, *cuts[:-1]]
+    spans = [(span.version, span.start, span.end) for span in call.versions]
+    assert spans == [(published[0], 0, cuts[1]), (published[1], cuts[1], LONG)]
+    model = AutoModelForCausalLM.from_pretrained(served.model, dtype=torch.float32).eval()
+    path = torch.tensor([[*call.prompt_ids, *call.sampled_ids]])
+    for held, (_, start, end) in zip((policy, changed), spans, strict=True):
+        model.load_state_dict(held, strict=False)
+        with torch.no_grad():
+            logp = model(input_ids=path).logits[0, len(call.prompt_ids) - 1 : -1].log_softmax(-1)
+        own = logp.gather(-1, path[0, len(call.prompt_ids) :, None])[:, 0]
+        for wanted in (own, logp.max(-1).values):  # the likeliest was sampled
+            assert (wanted - torch.tensor(call.logprobs))[start:end].abs().max() < TOLERANCE
 
 
 def test_keys_of_older_weights_are_never_used(served: Trained) -> None:
