@@ -51,7 +51,7 @@ class Stage:
 
     def answer(self, connection: socket.socket) -> str:
         """Read to the end; give the text of the answer."""
-        connection.settimeout(10)
+        connection.settimeout(60)
         data = b""
         while piece := connection.recv(65536):
             data += piece
@@ -82,7 +82,16 @@ def dechunked(body: bytes) -> bytes:
     return text
 
 
-def wait_for(condition: Any, seconds: float = 10.0) -> None:
+def lose(connection: socket.socket) -> None:
+    """Close a connection; return when the other side has noticed, and has closed it too."""
+    (_, near), (_, far) = connection.getsockname(), connection.getpeername()
+    connection.close()
+    ours = f":{far:04X} 0100007F:{near:04X} "
+    open_states = (f"{ours}01 ", f"{ours}08 ")  # established, and closed by the client alone
+    wait_for(lambda: not any(text in Path("/proc/net/tcp").read_text() for text in open_states))
+
+
+def wait_for(condition: Any, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come to that"
@@ -119,8 +128,7 @@ def test_lost_while_generating(model: Path, tmp_path: Path, counts: tuple[str | 
     with stage(model, tmp_path) as on:
         first = on.request(count=counts[0])
         on.asked(1)
-        first.close()
-        time.sleep(0.1)
+        lose(first)
         second = on.request(count=counts[1])
         time.sleep(0.1)
         on.cues[0].set()
@@ -135,7 +143,7 @@ def test_finished_but_never_delivered(model: Path, tmp_path: Path, stream: bool)
         first = on.request(count="0", stream=stream)
         on.asked(1)
         if stream:
-            first.settimeout(5)
+            first.settimeout(60)
             assert first.recv(10)
         first.close()
         on.cues[0].set()
@@ -226,7 +234,7 @@ def test_first_attempt_failed_upstream(model: Path, tmp_path: Path) -> None:
 def test_the_sdk_times_out_and_retries(model: Path, tmp_path: Path) -> None:
     """The real SDK gives up waiting, asks again and gets the one answer that was sampled."""
     with stage(model, tmp_path) as on:
-        client = on.proxy.openai(on.access, max_retries=5, timeout=openai.Timeout(0.4))
+        client = on.proxy.openai(on.access, max_retries=20, timeout=openai.Timeout(0.4))
         threading.Timer(0.8, on.cues[0].set).start()
         said = client.chat.completions.create(model="policy", messages=BODY["messages"])  # type: ignore[call-overload]
         assert said.choices[0].message.content == "S1"

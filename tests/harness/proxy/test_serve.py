@@ -8,6 +8,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -82,17 +83,18 @@ def test_the_first_start_makes_a_key_and_says_where(model: Path, tmp_path: Path)
     assert len(proxy.calls()) == 2
 
 
-def test_the_environment_goes_before_a_made_key(model: Path, tmp_path: Path) -> None:
-    with Served(tmp_path, "--model", str(model), "--store", str(tmp_path), GYRE_SERVICE_KEY="given") as served:
-        status = httpx.get(f"{served.url}/gyre/v1/status", headers={"Authorization": "Bearer given"})
-        assert status.status_code == 200 and not (tmp_path / "service-key").exists()
+@pytest.fixture(scope="module")
+def given(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A service on all addresses, whose key the environment gives."""
+    folder = tmp_path_factory.mktemp("given")
+    arguments = ["--model", str(model), "--store", str(folder), "--host", "0.0.0.0"]
+    with Served(folder, *arguments, GYRE_SERVICE_KEY="given") as served:
+        yield served
 
 
-def test_the_trainers_form_stays(model: Path, tmp_path: Path) -> None:
-    with ScriptedEngine(play) as engine, ProxyProcess(model, tmp_path / "s.db", engine.url) as running:
-        access = running.proxy.run()
-        assert running.proxy.chat(access, ASK).status_code == 200
-        assert running.terminate() == 0
+def test_the_environment_goes_before_a_made_key(given: Served) -> None:
+    status = httpx.get(f"{given.url}/gyre/v1/status", headers={"Authorization": "Bearer given"})
+    assert status.status_code == 200 and not given.errors.with_name("service-key").exists()
 
 
 def test_sigterm_lets_calls_in_flight_end(model: Path, tmp_path: Path) -> None:
@@ -131,10 +133,9 @@ def test_sigterm_lets_calls_in_flight_end(model: Path, tmp_path: Path) -> None:
         assert call.sampled_ids == [70, 71]
 
 
-def test_other_addresses_than_loopback_are_warned_of(model: Path, tmp_path: Path) -> None:
-    with Served(tmp_path, "--model", str(model), "--store", str(tmp_path), "--host", "0.0.0.0") as served:
-        assert served.url.startswith("http://0.0.0.0:")
-        assert "listening on 0.0.0.0" in served.errors.read_text()
+def test_other_addresses_than_loopback_are_warned_of(given: Served) -> None:
+    assert given.url.startswith("http://0.0.0.0:")
+    assert "listening on 0.0.0.0" in given.errors.read_text()
 
 
 def test_specs_are_told_apart(model: Path, tmp_path: Path) -> None:
@@ -239,31 +240,38 @@ def test_beside_a_store_that_is_refused_no_key_is_written(
     assert not (tmp_path / "service-key").exists()
 
 
-def test_a_disk_without_room_is_told_of_until_there_is_some(model: Path, tmp_path: Path) -> None:
+def test_a_disk_without_room_is_told_of_until_there_is_some(given: Served) -> None:
     def open_run() -> httpx.Response:
         headers = {"Authorization": "Bearer given"}
-        return httpx.post(f"{served.url}/gyre/v1/runs", headers=headers, json={"task": "t"}, timeout=60)
+        return httpx.post(f"{given.url}/gyre/v1/runs", headers=headers, json={"task": "t"}, timeout=60)
 
-    with Served(tmp_path, "--model", str(model), "--store", str(tmp_path), GYRE_SERVICE_KEY="given") as served:
-        assert open_run().status_code == 200
-        plenty = resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE, (0, plenty[1]))
+    assert open_run().status_code == 200
+    plenty = resource.prlimit(given.process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(given.process.pid, resource.RLIMIT_FSIZE, (0, plenty[1]))
+    try:
         refused = open_run()
-        problem = refused.json()["error"]
-        assert (refused.status_code, problem["code"]) == (500, "store_failed")
-        assert "the store could not be written" in problem["message"] and "free space" in problem["message"]
-        resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE, plenty)
-        assert open_run().status_code == 200
+    finally:
+        resource.prlimit(given.process.pid, resource.RLIMIT_FSIZE, plenty)
+    problem = refused.json()["error"]
+    assert (refused.status_code, problem["code"]) == (500, "store_failed")
+    assert "the store could not be written" in problem["message"] and "free space" in problem["message"]
+    assert open_run().status_code == 200
 
 
-def test_a_taken_port_is_an_error(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_taken_port_is_an_error_that_leaves_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import socket
 
+    store = tmp_path / "runs"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        for more in ([], ["--workers", "2"]):
-            assert main(["--model", str(model), "--store", str(tmp_path), "--port", port, *more]) == 1
-            assert "choose another port" in capsys.readouterr().err
+        for key in ("given", ""):
+            monkeypatch.setenv("GYRE_SERVICE_KEY", key)
+            for more in ([], ["--workers", "2"]):
+                assert main(["--model", str(model), "--store", str(store), "--port", port, *more]) == 1
+                assert "choose another port" in capsys.readouterr().err
+    assert not store.exists()
 
 
 def _models(body: dict[str, Any]) -> Any:

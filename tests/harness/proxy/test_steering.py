@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from proxy_engine import ScriptedEngine, say
-from proxy_kit import ProxyProcess
+from proxy_kit import running
 from test_replicas import END, replicas
-from test_retries import wait_for
-from test_workers import worker_pids
 
 from gyre_sdk.errors import ProtocolError, ServiceError
 from gyre_sdk.harness.service import ServiceClient
@@ -32,16 +28,13 @@ def of(number: int, training: str = "one") -> dict[str, str]:
     return {HEADER: text(Term(training, number))}
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_an_older_trainer_is_refused_and_changes_nothing(
-    model: Path, tmp_path: Path, engine: ScriptedEngine, workers: str
-) -> None:
+def test_an_older_trainer_is_refused_and_changes_nothing(model: Path, tmp_path: Path, engine: ScriptedEngine) -> None:
     """Whatever it asks; people and tools without a term, and trainers of something else, are heard."""
-    with ProxyProcess(model, tmp_path / "s.db", workers=workers) as service:
-        control, table = service.proxy.control, {"replicas": [{"url": engine.url, "version": 7}]}
+    with running(model, tmp_path / "s.db") as proxy:
+        control, table = proxy.control, {"replicas": [{"url": engine.url, "version": 7}]}
 
         def client(number: int) -> ServiceClient:
-            return ServiceClient(service.proxy.url, "the-service-key", headers=of(number))
+            return ServiceClient(proxy.url, proxy.service_key, headers=of(number))
 
         with client(4) as older, client(5) as newer:
             older.set_replicas(table["replicas"])
@@ -54,21 +47,13 @@ def test_an_older_trainer_is_refused_and_changes_nothing(
             ):
                 with pytest.raises(ServiceError, match=r"stop the older trainer.*old_term"):
                     ask()
-            assert replicas(service.proxy)[engine.url]["state"] == "serving"
+            assert replicas(proxy)[engine.url]["state"] == "serving"
             assert control.get("/status").status_code == 200
             assert control.get("/status", headers=of(1, "another")).status_code == 200
             assert control.get("/status", headers={HEADER: "soon"}).status_code == 400
-            unknown = httpx.get(f"{service.proxy.url}/gyre/v1/status", headers=of(99))
+            unknown = httpx.get(f"{proxy.url}/gyre/v1/status", headers=of(99))
             assert unknown.status_code == 401
             newer.status()  # who has no key ends nobody's term
-            if workers == "2":
-                before = set(worker_pids(service))
-                for pid in before:
-                    os.kill(pid, signal.SIGKILL)
-                wait_for(lambda: len(set(worker_pids(service)) - before) == 2, 120)
-                wait_for(lambda: control.get("/status").status_code == 200, 120)
-                with pytest.raises(ServiceError, match="old_term"):
-                    older.set_replicas([])
 
 
 said = st.lists(st.tuples(st.sampled_from(["one", "two"]), st.integers(0, 9)), max_size=20)

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from proxy_engine import Finish, ScriptedEngine, Tokens, Wait, say
 from proxy_kit import Proxy, ProxyProcess
-from test_retries import wait_for
+from test_retries import lose, wait_for
 from tokenizers import AddedToken, Tokenizer
 
 from gyre_sdk.harness.proxy.routing import ReplicaSpec
@@ -31,9 +31,12 @@ from gyre_sdk.harness.proxy.server.shards import merged, merged_metrics, shard_o
 from gyre_sdk.harness.proxy.server.worker import decode_settings, encode_settings
 from gyre_sdk.harness.proxy.server.workers import Workers
 from gyre_sdk.records import CallStatus
+from gyre_sdk.steering import HEADER, Term
+from gyre_sdk.steering import text as of
 
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
 WORKERS = 3
+HELD, LET_GO = 7, threading.Event()
 
 
 @pytest.fixture
@@ -42,12 +45,27 @@ def engine() -> Iterator[ScriptedEngine]:
         yield scripted
 
 
-@pytest.fixture
-def service(model: Path, tmp_path: Path, engine: ScriptedEngine) -> Iterator[ProxyProcess]:
-    with ProxyProcess(model, tmp_path / "s.db", engine.url, workers=str(WORKERS)) as process:
+@pytest.fixture(scope="module")
+def replica() -> Iterator[ScriptedEngine]:
+    """The engine of `service`. An answer of `HELD` tokens at most waits for `LET_GO`."""
+
+    def play(request: dict[str, Any], number: int) -> Any:
+        held = [Wait(LET_GO)] if request["sampling_params"]["max_tokens"] == HELD else []
+        return [*held, *say(70, 71, 72)]
+
+    with ScriptedEngine(play) as scripted:
+        yield scripted
+
+
+@pytest.fixture(scope="module")
+def service(model: Path, tmp_path_factory: pytest.TempPathFactory, replica: ScriptedEngine) -> Iterator[ProxyProcess]:
+    """A service that several tests use; at its end its store is sound."""
+    store = tmp_path_factory.mktemp("service") / "s.db"
+    with ProxyProcess(model, store, replica.url, workers=str(WORKERS)) as process:
         yield process
-        if process.process.poll() is None:
-            process.terminate()
+        assert process.terminate() == 0
+        with process.proxy.journal() as journal:
+            assert not [finding for finding in journal.audit() if finding.level == "error"]
 
 
 def worker_pids(service: ProxyProcess) -> list[int]:
@@ -81,12 +99,8 @@ def test_thirty_runs_are_recorded_once_each_by_their_worker(service: ProxyProces
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, runs))
-    assert service.terminate() == 0
-    calls = service.proxy.calls()
-    assert len(calls) == 90 and all(call.sampled_ids == [70, 71, 72] for call in calls)
-    assert {call.run for call in calls} == {access["run"] for access in runs}
-    with service.proxy.journal() as journal:
-        assert not [finding for finding in journal.audit() if finding.level == "error"]
+    for access in runs:
+        assert [call.sampled_ids for call in service.proxy.calls(access["run"])] == [[70, 71, 72]] * 3
 
 
 def test_a_worker_that_is_killed_loses_nothing(model: Path, tmp_path: Path) -> None:
@@ -152,11 +166,21 @@ def _listens(pid: int, port: int) -> bool:
 
 
 def test_a_restarted_worker_knows_the_replicas_of_now(model: Path, tmp_path: Path, engine: ScriptedEngine) -> None:
+    """And the trainer that may say so: an older one is refused, before and after."""
     with ProxyProcess(model, tmp_path / "s.db", workers="2") as service:
         control = service.proxy.control
         row = {"url": engine.url, "version": 7, "model": "adapter-v7"}
-        put = control.put("/replicas", json={"replicas": [row]})
+
+        def announce(rows: list[dict[str, Any]], term: int) -> httpx.Response:
+            return control.put("/replicas", json={"replicas": rows}, headers={HEADER: of(Term("one", term))})
+
+        def check_older() -> None:
+            older = announce([], 4)
+            assert (older.status_code, older.json()["error"]["code"]) == (409, "old_term")
+
+        put = announce([row], 5)
         assert put.status_code == 200 and put.json() == {"version": 7}
+        check_older()
         for pid in worker_pids(service):
             os.kill(pid, signal.SIGKILL)
         runs = [_patiently(service.proxy) for _ in range(4)]
@@ -166,6 +190,7 @@ def test_a_restarted_worker_knows_the_replicas_of_now(model: Path, tmp_path: Pat
         assert {item.request.get("model") for item in engine.log} == {"adapter-v7"}, (
             "what their requests must name, too"
         )
+        check_older()
 
 
 def _patiently(proxy: Proxy) -> dict[str, Any]:
@@ -175,24 +200,35 @@ def _patiently(proxy: Proxy) -> dict[str, Any]:
     return answer.json()
 
 
-def test_control_status_metrics_and_health_are_of_all(service: ProxyProcess, engine: ScriptedEngine) -> None:
+def test_control_status_metrics_and_health_are_of_all(service: ProxyProcess, replica: ScriptedEngine) -> None:
     proxy = service.proxy
-    runs = [proxy.run() for _ in range(6)]
-    for access in runs:
+
+    def counts() -> list[int]:
+        """Return open runs, calls on two pages, and calls that were timed."""
+        page = proxy.http.get("/metrics").text
+        assert page.count("# TYPE gyre_calls_total counter") == 1
+        assert f'gyre_replica_state{{replica="{replica.url}",state="serving"}} 1' in page
+        values = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+        named = ('gyre_calls_total{dialect="chat",status="complete"}', "gyre_call_seconds_count")
+        listed = len(proxy.control.get("/calls").json()["calls"])
+        return [
+            proxy.control.get("/status").json()["runs_open"],
+            listed,
+            *(int(values.get(name, "0")) for name in named),
+        ]
+
+    before = counts()
+    for access in [proxy.run() for _ in range(6)]:
         assert proxy.chat(access, ASK).status_code == 200
-    status = proxy.control.get("/status").json()
-    assert status["runs_open"] == 6 and [item["url"] for item in status["replicas"]] == [engine.url]
-    page = proxy.http.get("/metrics").text
-    assert 'gyre_calls_total{dialect="chat",status="complete"} 6' in page
-    assert f'gyre_replica_state{{replica="{engine.url}",state="serving"}} 1' in page
-    assert page.count("# TYPE gyre_calls_total counter") == 1 and "gyre_call_seconds_count 6" in page
+    assert [now - then for now, then in zip(counts(), before, strict=True)] == [6] * 4
+    assert [item["url"] for item in proxy.control.get("/status").json()["replicas"]] == [replica.url]
     health = proxy.http.get("/healthz")
     assert health.status_code == 200 and health.json()["workers"] == WORKERS
-    assert len(proxy.control.get("/calls").json()["calls"]) == 6
-    drained = proxy.control.post("/replicas/drain", json={"url": engine.url, "seconds": 0})
+    drained = proxy.control.post("/replicas/drain", json={"url": replica.url, "seconds": 0})
     assert drained.json() == {"finished": 0, "moved": 0}
     table = proxy.control.get("/replicas").json()["replicas"]
     assert [item["state"] for item in table] == ["draining"]
+    assert proxy.control.put("/replicas", json={"replicas": [{"url": replica.url}]}).status_code == 200
 
 
 def test_what_no_key_places_is_refused_in_the_protocols_form(service: ProxyProcess) -> None:
@@ -229,8 +265,7 @@ def test_one_connection_carries_the_keys_of_runs_with_different_workers(service:
             for access in runs:
                 connection.sendall(request_bytes(access["api_key"], b"X-Name: J\xfcrgen\r\n"))
                 assert status_of(connection) == 200
-    calls = service.proxy.calls()
-    assert len({call.run for call in calls}) == WORKERS and len(calls) >= WORKERS
+    assert all(service.proxy.calls(access["run"]) for access in runs)
 
 
 def test_a_head_in_two_pieces_finds_its_worker(service: ProxyProcess) -> None:
@@ -244,7 +279,26 @@ def test_a_head_in_two_pieces_finds_its_worker(service: ProxyProcess) -> None:
             assert service.proxy.http.get("/healthz").status_code == 200
             connection.sendall(whole[cut:])
             assert status_of(connection) == 200
-    assert {call.run for call in service.proxy.calls()} == {access["run"] for access in runs}
+    assert all(service.proxy.calls(access["run"]) for access in runs)
+
+
+def test_an_answer_that_nobody_got_is_given_to_the_next_equal_request(
+    service: ProxyProcess, replica: ScriptedEngine
+) -> None:
+    """The worker learns that the agent has gone, though it talks to the service's own process."""
+    access, asked = service.proxy.run(), len(replica.log)
+    first = socket.create_connection(("127.0.0.1", service.port), timeout=60)
+    first.sendall(request_bytes(access["api_key"], max_tokens=HELD))
+    wait_for(lambda: len(replica.log) > asked)
+    lose(first)
+    for _ in range(2):  # who asks the workers after that is answered after they have learnt of it
+        assert service.proxy.http.get("/healthz").status_code == 200
+    LET_GO.set()
+    wait_for(lambda: [call.finish_reason for call in service.proxy.calls(access["run"])] == ["stop"])
+    with socket.create_connection(("127.0.0.1", service.port), timeout=60) as second:
+        second.sendall(request_bytes(access["api_key"], max_tokens=HELD))
+        assert status_of(second) == 200
+    assert len(service.proxy.calls(access["run"])) == 1
 
 
 @contextmanager
@@ -341,13 +395,14 @@ def status_of(connection: socket.socket) -> int:
     return answer.status
 
 
-def test_workers_end_with_a_service_that_is_killed(service: ProxyProcess) -> None:
-    pids = worker_pids(service)
-    assert len(pids) == WORKERS
-    handles = [os.pidfd_open(pid) for pid in pids]
-    service.kill()
+def test_workers_end_with_a_service_that_is_killed(model: Path, tmp_path: Path) -> None:
     import select
 
+    with ProxyProcess(model, tmp_path / "s.db", workers="2") as killed:
+        pids = worker_pids(killed)
+        assert len(pids) == 2
+        handles = [os.pidfd_open(pid) for pid in pids]
+        killed.kill()
     waiting = set(handles)
     while waiting:
         ended, _, _ = select.select(list(waiting), [], [], 60)

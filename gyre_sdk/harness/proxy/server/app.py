@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from typing import Any
 
 from aiohttp import web
@@ -16,7 +18,7 @@ from gyre_sdk.harness.proxy.server import openapi
 from gyre_sdk.harness.proxy.server.agents import Agents
 from gyre_sdk.harness.proxy.server.bodies import PATIENCE, BodyPatience
 from gyre_sdk.harness.proxy.server.conduct import Services
-from gyre_sdk.harness.proxy.server.connections import Runner, origin
+from gyre_sdk.harness.proxy.server.connections import Runner, listen, origin
 from gyre_sdk.harness.proxy.server.control import Control
 from gyre_sdk.harness.proxy.server.fleet import Fleet
 from gyre_sdk.harness.proxy.server.metrics import Metrics, MetricsPage, loopback
@@ -59,8 +61,22 @@ class ProxyServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
 
-    async def serve(self, started: Callable[[str], None] = lambda url: None) -> None:
-        """Serve until `stop` is called or the task is cancelled; `started` gets the address."""
+    async def serve(
+        self, started: Callable[[str], None] = lambda url: None, listening: socket.socket | None = None
+    ) -> None:
+        """Serve until `stop` is called or the task is cancelled.
+
+        Args:
+            started: gets the address.
+            listening: where connections come in, which this closes; None listens as the settings say.
+
+        Raises:
+            ServiceError: the port is taken; nothing has been made then.
+        """
+        with closing(listening or listen(self.settings.host, self.settings.port)) as connections:
+            await self._serve(started, connections)
+
+    async def _serve(self, started: Callable[[str], None], listening: socket.socket) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         upstream = Upstream(versions=self.settings.version_labels, token=self.settings.replica_token)
         journal = await asyncio.to_thread(Journal, self.settings.store)
@@ -91,15 +107,10 @@ class ProxyServer:
         )
         try:
             await runner.setup()
-            try:
-                site = web.TCPSite(runner, self.settings.host, self.settings.port, backlog=1024)
-                await site.start()
-            except OSError as error:
-                raise ServiceError(
-                    f"cannot listen on {self.settings.host}:{self.settings.port}: {error}; choose another port, 0 for any, or an address of this machine"
-                ) from error
-            self.url = origin(self.settings.host, runner.addresses[0][1])
+            self.url = origin(self.settings.host, listening.getsockname()[1])
             control.url = (self.settings.public_url or self.url).rstrip("/")
+            site = web.SockSite(runner, listening, backlog=1024)
+            await site.start()
             spawn(fleet.watch())
             spawn(registry.release(fleet.routes.forget))
             if self.settings.hosted:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from aiohttp import StreamReader, web
 
-from gyre_sdk.errors import ProtocolError
+from gyre_sdk.errors import ProtocolError, ServiceError
 from gyre_sdk.harness.proxy.server.refusals import of_status, refusal
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,21 @@ BUFFERED = 1 << 15
 def origin(host: str, port: int) -> str:
     """Return the address that clients of a listening socket are given; IPv6 stands in brackets there."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; 0 takes a free port. To be called before a store or a key is made.
+
+    Raises:
+        ServiceError: the port is taken, or the address is none of this machine.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except (OSError, UnicodeError) as error:
+        raise ServiceError(
+            f"cannot listen on {host}:{port}: {error}; choose another port, 0 for any, or an address of this machine"
+        ) from error
 
 
 class SlowClient(ConnectionError):
@@ -98,6 +114,10 @@ class Runner(web.AppRunner):
         return Connection(manager, self._head_patience, loop=asyncio.get_running_loop(), **self._options)
 
 
+def _nothing() -> None:
+    return None
+
+
 class Connection(web.RequestHandler):
     """One connection; closed when the head of a request takes too long."""
 
@@ -107,6 +127,18 @@ class Connection(web.RequestHandler):
         self._timer: asyncio.TimerHandle | None = None
         self._body: StreamReader | None = None
         """Of the last request whose head is complete."""
+        self._when_lost: Callable[[], object] = _nothing
+
+    @contextmanager
+    def when_lost(self, call: Callable[[], object]) -> Iterator[None]:
+        """Have something called if the connection is lost meanwhile; at once if it is already."""
+        if self.transport is None:
+            call()
+        self._when_lost = call
+        try:
+            yield
+        finally:
+            self._when_lost = _nothing
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
@@ -117,6 +149,7 @@ class Connection(web.RequestHandler):
         """See `asyncio.Protocol`."""
         self._disarm()
         super().connection_lost(exc)
+        self._when_lost()
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""

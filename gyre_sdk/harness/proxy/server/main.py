@@ -6,8 +6,10 @@ import argparse
 import asyncio
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from gyre_sdk.harness.proxy.routing import ReplicaSpec
 from gyre_sdk.harness.proxy.server.app import ProxyServer
 from gyre_sdk.harness.proxy.server.budgets import Prices
 from gyre_sdk.harness.proxy.server.children import Child, supervise
+from gyre_sdk.harness.proxy.server.connections import listen
 from gyre_sdk.harness.proxy.server.metrics import loopback
 from gyre_sdk.harness.proxy.server.process import serve_process
 from gyre_sdk.harness.proxy.server.settings import HistoryPolicy, ProxySettings, SamplingPolicy, new_key
@@ -38,14 +41,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         models = read_specs(options.model, options.replica, options.tokenizer)
-        serve_process(_run(_settings(options, models), models, options.workers))
+        settings = _settings(options, models)
+        with closing(listen(settings.host, settings.port)) as listening:
+            key = _service_key(options.service_key_file, settings.store)
+            settings = msgspec.structs.replace(settings, service_key=key)
+            serve_process(_run(settings, models, options.workers, listening))
     except GyreError as error:
         _say(str(error))
         return 1
     return 0
 
 
-async def _run(settings: ProxySettings, models: Models, workers: int) -> None:
+async def _run(settings: ProxySettings, models: Models, workers: int, listening: socket.socket) -> None:
     """Run the embedded engine where one is asked for, and the proxy or its workers, until a signal."""
     stop = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
@@ -53,7 +60,7 @@ async def _run(settings: ProxySettings, models: Models, workers: int) -> None:
     if not loopback(settings.host):
         _say(f"listening on {settings.host}: whoever reaches this port can try keys; traffic is not encrypted")
     if not models.local:
-        await _serve(settings, workers, stop)
+        await _serve(settings, workers, listening, stop)
         return
     engine = Child("engine", lambda port: _engine(models.folder, port), _ENGINE_READY)
     try:
@@ -61,7 +68,7 @@ async def _run(settings: ProxySettings, models: Models, workers: int) -> None:
         if url is None:
             return
         settings = msgspec.structs.replace(settings, replicas=(*settings.replicas, ReplicaSpec(url)))
-        serving = asyncio.create_task(_serve(settings, workers, stop))
+        serving = asyncio.create_task(_serve(settings, workers, listening, stop))
         watching = asyncio.create_task(supervise([engine], stop))
         try:
             await asyncio.wait([serving, watching], return_when=asyncio.FIRST_EXCEPTION)
@@ -75,9 +82,9 @@ async def _run(settings: ProxySettings, models: Models, workers: int) -> None:
         await engine.stop()
 
 
-async def _serve(settings: ProxySettings, workers: int, stop: asyncio.Event) -> None:
+async def _serve(settings: ProxySettings, workers: int, listening: socket.socket, stop: asyncio.Event) -> None:
     server = ProxyServer(settings) if workers == 1 else Workers(settings, workers)
-    serving = asyncio.create_task(server.serve(_announce))
+    serving = asyncio.create_task(server.serve(_announce, listening))
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -119,7 +126,7 @@ def _settings(options: argparse.Namespace, models: Models) -> ProxySettings:
     if options.classifier:
         load_classifier(options.classifier)
     histories = read_histories(options.history)
-    settings = ProxySettings(
+    return ProxySettings(
         store=store_file(options.store),
         model=models.folder,
         hosted=models.hosted,
@@ -139,11 +146,6 @@ def _settings(options: argparse.Namespace, models: Models) -> ProxySettings:
         prices=Prices(options.price_prompt, options.price_sampled),
         classifier=options.classifier,
     )
-    try:
-        settings.store.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingsError(f"--store {options.store} cannot be made: {error}") from error
-    return msgspec.structs.replace(settings, service_key=_service_key(options.service_key_file, settings.store))
 
 
 def _service_key(file: Path | None, store: Path) -> str:

@@ -24,7 +24,16 @@ from yarl import URL
 from gyre_sdk.errors import ProtocolError, ServiceError
 from gyre_sdk.harness.proxy.server.agents import bearer
 from gyre_sdk.harness.proxy.server.children import Child, supervise
-from gyre_sdk.harness.proxy.server.connections import Runner, SlowClient, abort, origin, send, send_end
+from gyre_sdk.harness.proxy.server.connections import (
+    Connection,
+    Runner,
+    SlowClient,
+    abort,
+    listen,
+    origin,
+    send,
+    send_end,
+)
 from gyre_sdk.harness.proxy.server.metrics import CONTENT_TYPE, loopback
 from gyre_sdk.harness.proxy.server.refusals import refusal
 from gyre_sdk.harness.proxy.server.settings import ProxySettings
@@ -69,20 +78,21 @@ class Workers:
         self._stop = asyncio.Event()
         self._children: list[Child] = []
 
-    async def serve(self, started: Callable[[str], None] = lambda url: None) -> None:
+    async def serve(
+        self, started: Callable[[str], None] = lambda url: None, listening: socket.socket | None = None
+    ) -> None:
         """Serve until `stop` is called; `started` gets the address.
+
+        Args:
+            started: called once.
+            listening: where connections come in, which this closes; None listens as the settings say.
 
         Raises:
             ServiceError: the port is taken, or a worker does not start or dies again and again.
         """
         settings = self.settings
-        try:
-            family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-            listening = socket.create_server((settings.host, settings.port), family=family, backlog=1024)
-        except OSError as error:
-            raise ServiceError(
-                f"cannot listen on {settings.host}:{settings.port}: {error}; choose another port, 0 for any, or an address of this machine"
-            ) from error
+        if listening is None:
+            listening = listen(settings.host, settings.port)
         self.url = origin(settings.host, listening.getsockname()[1])
         self._children = [self._child(index) for index in range(self._count)]
         async with AsyncExitStack() as leaving:
@@ -260,7 +270,16 @@ class Workers:
             raise _gone(index) from error
 
     async def _relay(self, request: web.Request, index: int) -> web.StreamResponse:
-        """Pass a request on to a worker, and its answer back as it comes and is read."""
+        """Pass a request on to a worker, and its answer back as it comes and is read.
+
+        A client that goes away takes its connection to the worker along: the worker must know that nobody got the answer.
+        """
+        task = asyncio.current_task()
+        assert task is not None and isinstance(request.protocol, Connection)
+        with request.protocol.when_lost(task.cancel):
+            return await self._passed_on(request, index)
+
+    async def _passed_on(self, request: web.Request, index: int) -> web.StreamResponse:
         url = URL(f"{await self._worker(index)}{request.rel_url.raw_path_qs}", encoded=True)
         response: web.StreamResponse | None = None
         patience = self.settings.client_patience
