@@ -178,7 +178,7 @@ def _service(
         arguments = [part for model in models for part in ("--model", model)]
         for name, value in (_pair(text, "--serve-option") for text in options):
             arguments += [f"--{name.removeprefix('--')}", value]
-        return launch.served([*arguments, "--store", str(store)])
+        return launch.served([*arguments, "--store", str(store)], lambda line: typer.echo(line, err=True))
     service: Any = importlib.import_module("gyre_sdk.harness.service")
     if key_file is not None:
         try:

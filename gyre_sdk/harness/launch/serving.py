@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from gyre_sdk.errors import ServiceError
@@ -23,8 +23,12 @@ _END_SECONDS = 40.0
 
 
 @contextmanager
-def served(arguments: Sequence[str]) -> Iterator[ServiceClient]:
+def served(arguments: Sequence[str], say: Callable[[str], None] = lambda line: None) -> Iterator[ServiceClient]:
     """Run `gyre serve` with these arguments, as a process that cannot outlive this one.
+
+    Args:
+        arguments: of `gyre serve`.
+        say: gets each line that a service that came up wrote to its standard error: what it warns of.
 
     Raises:
         ServiceError: it did not come up; holds what it said.
@@ -40,20 +44,48 @@ def served(arguments: Sequence[str]) -> Iterator[ServiceClient]:
         text=True,
         start_new_session=True,
     )
-    said: deque[str] = deque(maxlen=20)
-    listening = threading.Thread(target=_keep, args=(process.stderr, said), daemon=True)
+    heard = _Heard(say)
+    listening = threading.Thread(target=heard.read, args=(process.stderr,), daemon=True)
     listening.start()
     try:
         url = _ready(process)
         if url is None:
             listening.join(5.0)
             raise ServiceError(
-                f"gyre serve {' '.join(arguments)} did not come up (exit status {process.poll()}): {' '.join(said)[-1500:]}"
+                f"gyre serve {' '.join(arguments)} did not come up (exit status {process.poll()}): {' '.join(heard.waiting)[-1500:]}"
             )
+        heard.pass_on()
         with ServiceClient(url, key) as client:
             yield client
     finally:
-        _end(process)
+        _end(process, listening)
+
+
+class _Heard:
+    """What the service says: kept until it is up, for the error where it does not come up; then passed on."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._lock = threading.Lock()
+        self._up = False
+        self.waiting: deque[str] = deque(maxlen=20)
+
+    def read(self, lines: Iterable[str]) -> None:
+        """Take lines until their end."""
+        for line in lines:
+            with self._lock:
+                self.waiting.append(line.rstrip())
+                self._flush()
+
+    def pass_on(self) -> None:
+        """The service is up."""
+        with self._lock:
+            self._up = True
+            self._flush()
+
+    def _flush(self) -> None:
+        while self._up and self.waiting:
+            self._say(self.waiting.popleft())
 
 
 def _ready(process: subprocess.Popen[str]) -> str | None:
@@ -64,7 +96,7 @@ def _ready(process: subprocess.Popen[str]) -> str | None:
     try:
         for line in process.stdout:
             if line.startswith(_READY):
-                threading.Thread(target=_keep, args=(process.stdout, deque(maxlen=1)), daemon=True).start()
+                threading.Thread(target=deque, args=(process.stdout, 0), daemon=True).start()  # read, not kept
                 return line[len(_READY) :].strip()
     finally:
         watchdog.cancel()
@@ -72,13 +104,8 @@ def _ready(process: subprocess.Popen[str]) -> str | None:
     return None
 
 
-def _keep(lines: object, said: deque[str]) -> None:
-    for line in lines:  # type: ignore[attr-defined]
-        said.append(line.rstrip())
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Let calls in flight end, then the process; its group with it."""
+def _end(process: subprocess.Popen[str], listening: threading.Thread) -> None:
+    """Let calls in flight end, then the process; its group with it. What it said last is still heard."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:
@@ -90,6 +117,7 @@ def _end(process: subprocess.Popen[str]) -> None:
     except ProcessLookupError:
         pass
     process.wait()
+    listening.join(5.0)
     for pipe in (process.stdin, process.stdout, process.stderr):
         if pipe is not None:
             pipe.close()
