@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
+import queue
 import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 
 import gyre_sdk
+from gyre_sdk.cli import main
 from gyre_sdk.cli.follow import Follower
 from gyre_sdk.events import CallRecorded, LaneOpened, RunEnded, RunStarted
 from gyre_sdk.journal import CallIntent, Journal, TokenChunk
@@ -33,15 +39,24 @@ from gyre_sdk.records import (
 GYRE = [sys.executable, "-m", "gyre_sdk.cli"]
 
 
-def gyre(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*GYRE, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, **(env or {})},
-        check=False,
-    )
+class Done(NamedTuple):
+    """A command that ended."""
+
+    returncode: object
+    stdout: str
+    stderr: str
+
+
+def gyre(*arguments: object, env: dict[str, str] | None = None) -> Done:
+    """Run a command in this process; what it raises but an exit is a defect."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
+    with patch.dict(os.environ, env or {}), redirect_stdout(out), redirect_stderr(err):
+        time.tzset()
+        with pytest.raises(SystemExit) as ended:
+            main([*map(str, arguments)])
+    time.tzset()
+    said, complained = (stream.buffer.getvalue().decode() for stream in (out, err))
+    return Done(ended.value.code or 0, said, complained)
 
 
 def lines(*arguments: object) -> list[dict]:
@@ -219,12 +234,25 @@ def test_output_that_finds_no_room_is_one_line(store, options):
 
 
 def test_the_version_is_told():
-    assert gyre("--version").stdout == f"gyre {gyre_sdk.__version__}\n"
+    done = subprocess.run([*GYRE, "--version"], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == f"gyre {gyre_sdk.__version__}\n"
 
 
 def test_a_wrong_option_is_named():
     done = gyre("samples", "x", "--j-max", "many")
     assert done.returncode == 2 and "--j-max" in done.stderr and "Traceback" not in done.stderr
+
+
+def begin_slow(journal: Journal) -> None:
+    intent = CallIntent(
+        CallId("slow"), RunId("r1"), LaneId("r1-main"), "main", None, None, 0, [1], Sampling(), {}, [], 101.0
+    )
+    journal.call_received(intent).result()
+
+
+def end_slow(journal: Journal) -> None:
+    sampled = TokenChunk(0, [4, 4], [-1.0, -1.0], [VersionSpan(1, 0, 2)])
+    journal.call_ended(CallId("slow"), CallStatus.COMPLETE, at=105.0, sampled=sampled).result()
 
 
 def test_following_tells_everything_once_and_calls_when_they_are_complete(tmp_path):
@@ -234,26 +262,35 @@ def test_following_tells_everything_once_and_calls_when_they_are_complete(tmp_pa
         assert follower.poll() == []
         open_run(journal, "r1")
         assert [type(event) for event in follower.poll()] == [RunStarted, LaneOpened]
-        intent = CallIntent(
-            CallId("slow"), RunId("r1"), LaneId("r1-main"), "main", None, None, 0, [1], Sampling(), {}, [], 101.0
-        )
-        journal.call_received(intent).result()
+        begin_slow(journal)
         record(journal, "r1", "fast", [1], [2])
         found = follower.poll()
         assert [event.call for event in found if isinstance(event, CallRecorded)] == ["fast"]
         assert follower.poll() == []
-        journal.call_ended(
-            CallId("slow"),
-            CallStatus.COMPLETE,
-            at=105.0,
-            sampled=TokenChunk(0, [4, 4], [-1.0, -1.0], [VersionSpan(1, 0, 2)]),
-        ).result()
+        end_slow(journal)
         (late,) = follower.poll()
         assert isinstance(late, CallRecorded) and (late.call, late.sampled_tokens, late.version) == ("slow", 2, 1)
         journal.end_run(RunId("r1"), RunStatus.COMPLETED, at=110.0, reward=0.5).result()
         (end,) = follower.poll()
         assert isinstance(end, RunEnded) and (end.reward, end.seconds) == (0.5, 10.0)
         assert follower.poll() == [] and follower.going == 0
+
+
+def test_a_trainer_tells_of_calls_once_when_they_are_complete(tmp_path):
+    from gyre_sdk.trainer.feed import CallFeed
+
+    path, told = tmp_path / "store.db", queue.Queue()
+    with Journal(path) as journal, Journal(path, "r") as reader:
+        open_run(journal, "r1")
+        record(journal, "r1", "before", [1], [2])
+        feed = CallFeed(reader, told.put)
+        begin_slow(journal)
+        feed.start()
+        record(journal, "r1", "fast", [1], [2])
+        assert told.get(timeout=60).call == "fast"
+        end_slow(journal)
+        feed.stop()
+        assert told.get_nowait().call == "slow" and told.empty()
 
 
 def test_following_shows_the_steps_of_a_trainer(tmp_path):
@@ -287,10 +324,9 @@ def test_view_follows_until_interrupted(tmp_path):
             [*GYRE, "view", str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         try:
-            time.sleep(2.0)
-            journal.end_run(RunId("r1"), RunStatus.COMPLETED, at=110.0, reward=0.5).result()
             assert watching.stdout is not None
             assert "run r1 of task started" in watching.stdout.readline()
+            journal.end_run(RunId("r1"), RunStatus.COMPLETED, at=110.0, reward=0.5).result()
             assert "run r1 ended: completed, reward 0.50" in watching.stdout.readline()
         finally:
             watching.send_signal(2)

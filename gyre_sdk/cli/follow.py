@@ -23,7 +23,6 @@ from gyre_sdk.events import (
     VersionPublished,
 )
 from gyre_sdk.journal import Entry, Journal
-from gyre_sdk.journal.values import CallSummary
 from gyre_sdk.records import CallStatus, RunRecord, RunStatus
 from gyre_sdk.view import cells
 
@@ -39,7 +38,7 @@ class Follower:
         self._ended: set[str] = set()
         self._lanes: set[str] = set()
         self._call_seq = 0
-        self._waiting: dict[int, CallSummary] = {}
+        self._waiting: set[int] = set()
         self._training = _Training()
         self._cells = _Cells()
 
@@ -76,16 +75,12 @@ class Follower:
 
     def _recorded(self, ended: set[str]) -> Iterator[Event]:
         """Tell calls whose answer is complete; the others are asked for again until their run has ended."""
-        after = min(self._waiting, default=self._call_seq + 1) - 1
-        for call in self._journal.call_summaries(after):
-            known = call.seq <= self._call_seq
-            if known and call.seq not in self._waiting:
-                continue
+        for call in self._journal.call_summaries(self._call_seq, also=self._waiting):
             self._call_seq = max(self._call_seq, call.seq)
             if call.status in _OPEN and call.run not in ended:
-                self._waiting[call.seq] = call
+                self._waiting.add(call.seq)
                 continue
-            self._waiting.pop(call.seq, None)
+            self._waiting.discard(call.seq)
             if call.status not in _OPEN and call.ended_at is not None:
                 yield CallRecorded(
                     call.ended_at,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from gyre_sdk.journal.audit import Finding
@@ -67,9 +67,18 @@ class Reader(CallReader):
         rows = self._rows(f"SELECT {_LANE} FROM lane WHERE key_digest=?", (key_digest,))
         return _lane(rows[0]) if rows else None
 
-    def call_summaries(self, after: int = 0, run: str | None = None) -> list[CallSummary]:
-        """Return calls with `seq` above `after`, of one run or of all, without tokens; open ones included."""
+    def call_summaries(
+        self, after: int = 0, run: str | None = None, *, also: Collection[int] = ()
+    ) -> list[CallSummary]:
+        """Return calls without tokens in the order they were received; open ones included.
+
+        Args:
+            after: those with a `seq` above it.
+            run: those of one run; else of all.
+            also: further ones by their `seq`: earlier calls that were open when they were last asked for.
+        """
         where, values = ("", (after,)) if run is None else (" AND run=?", (after, run))
+        chosen = f"(seq>? OR seq IN ({','.join(map(str, also))}))" if also else "seq>?"
         return [
             CallSummary(
                 seq=row[0],
@@ -87,7 +96,7 @@ class Reader(CallReader):
             )
             for row in self._rows(
                 "SELECT seq, call, run, lane, role, status, prompt_len, sampled_len, versions, ended_at, fork_reason, error"
-                f" FROM call WHERE seq>?{where} ORDER BY seq",
+                f" FROM call WHERE {chosen}{where} ORDER BY seq",
                 values,
             )
         ]

@@ -48,9 +48,7 @@ class CallFeed:
             _log.warning("calls are not shown any more", exc_info=True)
 
     def _poll(self) -> None:
-        for call in self._journal.call_summaries(min(self._late, default=self._told + 1) - 1):
-            if call.seq <= self._told and call.seq not in self._late:
-                continue
+        for call in self._journal.call_summaries(self._told, also=self._late):
             self._told = max(self._told, call.seq)
             if call.status in _OPEN:
                 self._late.add(call.seq)
