@@ -27,7 +27,7 @@ def main() -> None:
         calls = [SampledCall.from_record(call) for call in journal.calls(run)]
     tree = RunTree.from_calls(calls)
     print(
-        f"run {run}: {len(calls)} calls, {tree.raw_tokens} tokens sent and sampled, {tree.unique_tokens} different ones"
+        f"run {run}, calls: {len(calls)}, tokens sent and sampled: {tree.raw_tokens}, different ones: {tree.unique_tokens}"
     )
     for path in tree.paths():
         sampled = sum(path.owner(position) is not None for position in range(len(path.ids)))

@@ -27,7 +27,7 @@ def main() -> None:
         names = [given.group] if given.group else list(dict.fromkeys(run.group for run in journal.runs() if run.group))
         for name in names:
             sealed = Sealer(j_max=5, seed=0).seal(journal, name, [run.run for run in journal.runs(group=name)])
-            print(f"group {name}: {len(sealed.units)} units; not trained: {dict(sealed.dropped)}")
+            print(f"group {name}: units: {len(sealed.units)}; not trained: {dict(sealed.dropped)}")
             if sealed.units:
                 break
         else:
@@ -42,7 +42,7 @@ def main() -> None:
     runs = sum(unit.runs for unit in sealed.units)
     (loss / runs).backward()
     norm = torch.stack([p.grad.norm() for p in policy.parameters() if p.grad is not None]).norm()
-    print(f"{runs} runs, loss {loss.item() / runs:.4f}, gradient norm {norm.item():.4f}")
+    print(f"runs: {runs}, loss {loss.item() / runs:.4f}, gradient norm {norm.item():.4f}")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def main() -> None:
         calls = list(journal.calls(agent.run))
         for lane in journal.lanes(agent.run):
             count = sum(call.lane == lane.lane for call in calls)
-            print(f"  {lane.role:12} {lane.name:20} {count} calls, started by {lane.parent_call or 'the key'}")
+            print(f"  {lane.role:12} {lane.name:20} calls: {count}, started by {lane.parent_call or 'the key'}")
 
 
 if __name__ == "__main__":

@@ -101,7 +101,10 @@ def test_the_same_prompt_and_sampling_are_sent_and_equal_ids_end_with_0(store: P
 )
 def test_the_first_difference_is_told_and_ends_with_1(store: Path, ids: tuple[int, ...], same: int) -> None:
     done, _ = replayed(store, "a", *say(*ids))
-    assert done.returncode == 1 and f"{same} ids are equal, then token {same} of 3 recorded" in done.stdout
+    assert (
+        done.returncode == 1
+        and f"{same} {'id' if same == 1 else 'ids'} equal, then token {same} of 3 recorded" in done.stdout
+    )
     assert "temperature" not in done.stdout
     done, _ = replayed(store, "warm", *say(*ids))
     assert done.returncode == 1 and "temperature 0.7: another answer is to be expected" in done.stdout
@@ -187,7 +190,7 @@ def test_a_greedy_call_of_the_same_weights_is_equal(engine: tuple[str, Path], tm
         assert found["same"] == 24 and found["max_logprob_difference"] < 1e-4
         assert found["recorded_versions"] == found["replayed_versions"] == [7]
     done = gyre("replay", "wrong", *options, "--model", model)
-    assert done.returncode == 1 and "5 ids are equal, then token 5 of 24 recorded" in done.stdout
+    assert done.returncode == 1 and "5 ids equal, then token 5 of 24 recorded" in done.stdout
     assert "  recorded: " in done.stdout and "  now: " in done.stdout
     assert gyre("replay", "a", *options, "--model", tmp_path).returncode == 2
 

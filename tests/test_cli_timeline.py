@@ -139,7 +139,7 @@ def test_errors_are_one_line(capsys, store, tmp_path):
         journal.append(STREAM, "CellFlew", {"event": "CellFlew", "at": 1.0}, at=1.0).result()
     for arguments, said in [
         ((empty,), "holds nothing of cells: a training records them when its settings have a section [cells]"),
-        ((newer,), "1 entries are of a newer gyre"),
+        ((newer,), "1 entry of a newer gyre"),
         ((tmp_path / "none.db",), "none.db"),
         ((store, "--picture", "t.gif"), "--picture t.gif: a timeline is .html or .png"),
         ((store, "--out", tmp_path / "no" / "t.json"), "name another file"),

@@ -16,7 +16,7 @@ import typer
 from gyre_sdk.cli.store import AsJson, json_line, open_store
 from gyre_sdk.errors import JournalError, ReplicaError, SettingsError
 from gyre_sdk.records import CallRecord, CallStatus, VersionSpan
-from gyre_sdk.view.escape import visible
+from gyre_sdk.view.escape import counted, visible
 
 _ENDED = (CallStatus.COMPLETE, CallStatus.DELIVERED)
 _AROUND = 12
@@ -167,12 +167,12 @@ def _decoder(model: Path | None) -> Callable[[list[int]], str] | None:
 
 
 def _lines(found: Comparison, record: CallRecord) -> list[str]:
-    lines = [f"call {found.call}: {found.prompt_tokens} prompt tokens sent"]
+    lines = [f"call {found.call}: {counted(found.prompt_tokens, 'prompt token')} sent"]
     if found.equal:
-        lines.append(f"equal: {found.same} sampled ids")
+        lines.append(f"equal: {counted(found.same, 'sampled id')}")
     else:
         lines.append(
-            f"different: {found.same} ids are equal, then token {found.same} of {found.recorded_tokens} recorded"
+            f"different: {counted(found.same, 'id')} equal, then token {found.same} of {found.recorded_tokens} recorded"
             f" and {found.replayed_tokens} sampled now"
         )
         if not found.greedy:

@@ -73,7 +73,7 @@ def show(
         hard = task.metadata.get("difficulty")
         facts = [where, f"network {task.network}", steps, str(hard) if hard else "", " ".join(task.tags)]
         typer.echo("  ".join(_plain(fact) for fact in [task.name, *facts] if fact))
-    typer.echo(f"{len(chosen)} of {len(good)} tasks", err=True)
+    typer.echo(f"{len(chosen)} of {counted(len(good), 'task')}", err=True)
     raise typer.Exit(1 if wrong else 0)
 
 

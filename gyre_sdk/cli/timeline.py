@@ -58,7 +58,11 @@ def read(store: Path) -> Timeline:
         said = cells.read(entry.body for entry in journal.entries(cells.STREAM))
         found = fold(said.events, unknown=said.unknown)
         if not said.events:
-            unread = f"; {said.unknown} entries are of a newer gyre, read it with that one" if said.unknown else ""
+            unread = (
+                f"; {counted(said.unknown, 'entry', 'entries')} of a newer gyre, read it with that one"
+                if said.unknown
+                else ""
+            )
             raise JournalError(
                 f"store {journal.path} holds nothing of cells{unread}: a training records them when its settings have a"
                 " section [cells]"

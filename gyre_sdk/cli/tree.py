@@ -20,7 +20,7 @@ from gyre_sdk.select import J_MAX, select
 from gyre_sdk.tree import RunTree, SampledCall
 from gyre_sdk.tree.lines import Line, lines
 from gyre_sdk.tree.outline import TreeOutline, outline
-from gyre_sdk.view.escape import count, counted, reward, visible
+from gyre_sdk.view.escape import count, counted, reward, shortly, visible
 
 _IDS = 12
 """Token ids to show of each end of a stretch."""
@@ -97,7 +97,7 @@ def _given_up(journal: Journal, built: RunTree) -> dict[CallId, list[int]]:
 
 def _heading(record: RunRecord, found: TreeOutline) -> list[str]:
     scored = reward(record.reward, placeholder=record.placeholder)
-    sizes = f"{count(found.raw_tokens)} tokens sent and sampled, {count(found.unique_tokens)} different"
+    sizes = f"{shortly(found.raw_tokens, 'token')} sent and sampled, {count(found.unique_tokens)} different"
     parts = [
         f"run {visible(record.run, 80)}, task {visible(record.task, 80)}: {record.status}, reward {scored}",
         f"{counted(len(found.calls), 'call')}, {sizes}, {count(found.sampled_tokens)} sampled, {count(found.trained_tokens)} trained",
@@ -105,7 +105,7 @@ def _heading(record: RunRecord, found: TreeOutline) -> list[str]:
     if found.untrained:
         parts.append("calls not trained: " + ", ".join(f"{number} {why}" for why, number in found.untrained.items()))
     for number, chosen in enumerate(found.trajectories, 1):
-        size = f"{count(chosen.tokens)} tokens, {count(chosen.owned)} of them targets"
+        size = f"{shortly(chosen.tokens, 'token')}, {count(chosen.owned)} of them targets"
         parts.append(f"trajectory {number}: {visible(chosen.role, 40)}, {size}, ends with call {chosen.leaf}")
     return parts
 
@@ -114,7 +114,7 @@ def _label(line: Line, numbers: Mapping[CallId, int]) -> Text:
     """Return a line: where, who, how much, and what became of it."""
     where = f"{line.start:,}-{line.stop:,}"
     if not line.calls:
-        return Text(f"{where}  shared by {line.shared_by} calls", style="dim")
+        return Text(f"{where}  shared by {counted(line.shared_by, 'call')}", style="dim")
     label = Text(where, style="dim")
     name = visible(line.role, 40)
     if line.branches:

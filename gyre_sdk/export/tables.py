@@ -21,6 +21,7 @@ from gyre_sdk.journal import RecordedExchange
 from gyre_sdk.journal.reader import Reader
 from gyre_sdk.records import RunRecord
 from gyre_sdk.trainer.units import Sealer
+from gyre_sdk.view.escape import counted
 
 FORMATS = tuple(TABLES)
 """`parquet` (trajectories with all their numbers), `trl`, `sft`, `dpo`."""
@@ -199,7 +200,7 @@ def _conversations(
 def summary(report: Exported, path: Path, form: str) -> str:
     """Return a line for people."""
     left = ", ".join(f"{count} {reason}" for reason, count in sorted(report.left_out.items()))
-    return f"{report.lines} lines ({form}) in {path}" + (f"; left out: {left}" if left else "")
+    return f"{counted(report.lines, 'line')} ({form}) in {path}" + (f"; left out: {left}" if left else "")
 
 
 def as_json(report: Exported, path: Path, form: str) -> dict[str, Any]:

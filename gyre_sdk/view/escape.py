@@ -53,6 +53,11 @@ def counted(number: int, noun: str, nouns: str = "") -> str:
     return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
 
 
+def shortly(number: int, noun: str) -> str:
+    """Return a count in at most five characters with what it counts: 1 token, 12.3k tokens."""
+    return f"{count(number)} {noun if number == 1 else noun + 's'}"
+
+
 def reward(value: float | None, *, placeholder: bool = False) -> str:
     """Return a reward; an unknown one is `unscored`, and that of a run that never started `placeholder`, never 0."""
     if placeholder:

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from gyre_sdk.events import Event, PhaseStarted
-from gyre_sdk.view.escape import visible
+from gyre_sdk.view.escape import counted, visible
 from gyre_sdk.view.plain import PlainLines
 from gyre_sdk.view.render import Page, render
 from gyre_sdk.view.state import State
@@ -122,7 +122,7 @@ class LiveView:
         for line in self._lines.progress(self.state) if self.state.phase is not None else []:
             self._write(line)
         if self.dropped:
-            self._write(f"{self.dropped} events were not shown: the view did not keep up")
+            self._write(f"{counted(self.dropped, 'event')} not shown: the view did not keep up")
 
     def _write(self, line: str) -> None:
         encoded = line.encode(self._console.encoding, "backslashreplace").decode(self._console.encoding)

@@ -16,7 +16,7 @@ from gyre_sdk.events import (
     SwitchMeasured,
     VersionPublished,
 )
-from gyre_sdk.view.escape import count, duration, reward, visible
+from gyre_sdk.view.escape import counted, duration, reward, shortly, visible
 from gyre_sdk.view.state import State
 
 _EVERY = 5.0
@@ -55,8 +55,8 @@ class PlainLines:
         name = "" if phase is None else f"{visible(phase.name, 32)}: "
         mean = "" if state.mean_reward is None else f", mean reward {state.mean_reward:.2f}"
         said = (
-            f"{name}{done}{len(state.active)} runs going, {state.ended.total()} ended ({state.scored} scored{mean}),"
-            f" {count(state.calls)} calls, {count(state.sampled_tokens)} tokens sampled"
+            f"{name}{done}{counted(len(state.active), 'run')} going, {state.ended.total()} ended ({state.scored} scored{mean}),"
+            f" {shortly(state.calls, 'call')}, {shortly(state.sampled_tokens, 'token')} sampled"
             + (f", ETA {duration(left)}" if left is not None else "")
         )
         return [self._stamped(said, state)]
@@ -68,14 +68,15 @@ class PlainLines:
     def _say(self, event: Event, state: State) -> str | None:
         match event:
             case PhaseStarted():
-                total = f", {event.total} {'steps' if event.name == 'train' else 'runs'}" if event.total else ""
+                total = f", {counted(event.total, 'step' if event.name == 'train' else 'run')}" if event.total else ""
                 return f"{visible(event.name, 32)} starts{total}"
             case StepTaken():
                 left = state.phase.eta(state.now) if state.phase is not None else None
                 return (
                     f"step {event.step}{f'/{event.steps}' if event.steps else ''}: reward {event.mean_reward:.3f}, full success {event.success:.1%},"
-                    f" loss {event.loss:.4g}, grad norm {event.grad_norm:.3g}, {event.runs} runs,"
-                    f" {event.trained_tokens} tokens trained" + (f", ETA {duration(left)}" if left is not None else "")
+                    f" loss {event.loss:.4g}, grad norm {event.grad_norm:.3g}, {counted(event.runs, 'run')},"
+                    f" {counted(event.trained_tokens, 'token')} trained"
+                    + (f", ETA {duration(left)}" if left is not None else "")
                 )
             case StepSkipped():
                 return f"step {event.step} skipped: {visible(event.reason, _LIMIT)}"
@@ -84,7 +85,7 @@ class PlainLines:
             case EvaluationMeasured():
                 return (
                     f"evaluation {visible(event.name, 32)}: full success {event.success:.1%}, reward {event.reward:.3f}"
-                    f" over {event.runs} runs"
+                    f" over {counted(event.runs, 'run')}"
                 )
             case ProcessRestarted():
                 return f"{visible(event.process, 40)} restarted: {visible(event.reason, _LIMIT)}"
@@ -94,7 +95,7 @@ class PlainLines:
                     f"cell {visible(event.cell, 40)} went over to {visible(event.to, 20)} in"
                     f" {sum(event.phases.values()):.2f} s ({phases})"
                     + (
-                        f", {event.finished} requests ended, {event.moved} moved"
+                        f", {counted(event.finished, 'request')} ended, {event.moved} moved"
                         if event.finished or event.moved
                         else ""
                     )
@@ -102,7 +103,7 @@ class PlainLines:
             case CellMoved() if event.state in ("failed", "stopped"):
                 return f"cell {visible(event.cell, 40)} {event.state} after {duration(event.seconds)} {visible(event.before, 20)}: {visible(event.reason, _LIMIT)}"
             case GroupClosed() if not event.trainable and event.scored < 2:
-                return f"group {visible(event.group, 40)} trains nothing: {event.scored} of {event.started} runs scored"
+                return f"group {visible(event.group, 40)} trains nothing: {event.scored} of {counted(event.started, 'run')} scored"
             case RunStarted() if state.phase is None:
                 return f"run {visible(event.run, 40)} of {visible(event.task, 60)} started"
             case RunEnded() if state.phase is None:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from gyre_sdk.records import RunStatus
 from gyre_sdk.view.chart import chart
-from gyre_sdk.view.escape import count, duration, reward, visible
+from gyre_sdk.view.escape import count, counted, duration, reward, shortly, visible
 from gyre_sdk.view.fleet import fleet
 from gyre_sdk.view.state import RunView, State
 
@@ -79,7 +79,7 @@ def _title(state: State, now: float, page: Page) -> RenderableType:
     left = Text.assemble(("gyre", "bold magenta"))
     if state.phase is not None:
         left.append("  ").append(visible(state.phase.name, 32), style="bold")
-    counts = f"{len(state.active)} running, {state.ended.total()} ended, {count(state.calls)} calls, {count(state.sampled_tokens)} tokens sampled"
+    counts = f"{len(state.active)} running, {state.ended.total()} ended, {shortly(state.calls, 'call')}, {shortly(state.sampled_tokens, 'token')} sampled"
     left.append("  ").append(counts, style="dim")
     elapsed = duration(now - state.started_at) if state.started_at is not None else "0:00"
     line.add_row(left, Text(elapsed, style="bold"))
@@ -172,7 +172,7 @@ def _facts(state: State) -> RenderableType:
     if state.steps:
         last = state.steps[-1]
         grid.add_row("loss", f"{last.loss:.4g}   grad norm {last.grad_norm:.3g}")
-        grid.add_row("trained", f"{count(state.trained_tokens)} tokens")
+        grid.add_row("trained", shortly(state.trained_tokens, "token"))
     if state.version is not None:
         grid.add_row(
             "version",
@@ -287,7 +287,7 @@ def _footer(state: State, page: Page, dropped: int) -> list[RenderableType]:
         f"{number} {status.replace('_', ' ')}" for status, number in state.ended.items() if status not in ("completed",)
     ]
     if dropped:
-        counts.append(f"{dropped} events not shown")
+        counts.append(f"{counted(dropped, 'event')} not shown")
     lines: list[RenderableType] = []
     if counts:
         lines.append(Text(", ".join(counts), style="yellow", no_wrap=True, overflow="ellipsis"))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from gyre_sdk.events import SwitchFailed, SwitchMeasured, UnitsCommitted
+from gyre_sdk.view.escape import counted
 from gyre_sdk.view.timeline import Cell, Role, Timeline, idle_cells
 
 _FLEET = 1
@@ -96,7 +97,7 @@ class _Writer:
         for commit in self._commits.get(cell.name, []):
             total += commit.units
             args = {"step": commit.step, "units": commit.units, "tokens": commit.tokens, "seconds": commit.seconds}
-            yield self._instant(pid, "units", commit.at, f"{commit.units} units of step {commit.step}", args)
+            yield self._instant(pid, "units", commit.at, f"{counted(commit.units, 'unit')} of step {commit.step}", args)
             yield from self._counter(pid, commit.at, "units", {"units": total})
 
     def _switches(self, pid: int, cell: Cell) -> Iterator[dict[str, Any]]:

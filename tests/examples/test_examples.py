@@ -70,8 +70,8 @@ def test_black_box_agent(tmp_path: Path, demo_policy: Path, replica: str) -> Non
     shared = ["--model", str(demo_policy), "--replica", replica, "--store", store]
     out = run("05_black_box_agent.py", *shared, "--", sys.executable, "-c", PROGRAM)
     assert "the run ended: completed" in out
-    lanes = [line.split()[:3] for line in out.splitlines() if "started by" in line]
-    assert lanes == [["main", "main", "2"], ["subagent", "subagent", "1"]]
+    lanes = [line.split()[:4] for line in out.splitlines() if "started by" in line]
+    assert lanes == [["main", "main", "calls:", "2,"], ["subagent", "subagent", "calls:", "1,"]]
 
 
 @pytest.mark.timeout(600)

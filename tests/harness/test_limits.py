@@ -169,7 +169,7 @@ def test_what_a_subagent_opens_counts_against_it_and_the_inner_limit_may_be_smal
 ) -> None:
     with gyre.session(a_task(), service=service, workspace="local", limits=Limits(turns=20)) as agent:
         with agent.subagent("outer", limits=Limits(turns=4)) as outer:
-            with pytest.raises(gyre.LimitExceeded, match=r"lane 'inner' .* 1 turns"):
+            with pytest.raises(gyre.LimitExceeded, match=r"lane 'inner' .* 1 turn$"):
                 with outer.subagent("inner", limits=Limits(turns=1)) as inner:
                     ask(inner.openai())
                     ask(inner.openai())

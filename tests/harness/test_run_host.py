@@ -128,7 +128,7 @@ def test_a_signal_ends_the_runs_as_cancelled(serving: Service, task: Path, numbe
     out, err = process.communicate(timeout=60)
     assert process.returncode == status
     assert [(line["status"], line["reward"]) for line in lines_of(out)] == [("cancelled", None)] * 2
-    assert "ending 2 runs, 1 were not started" in err and "all runs are on record" in err
+    assert "ending 2 runs, 1 not started" in err and "all runs are on record" in err
     assert not _sleeping()
     assert not [run for run in serving.runs() if run.status is RunStatus.RUNNING]
 

@@ -105,7 +105,7 @@ def test_interrupted_once_what_is_scored_gets_a_moment(
     os.kill(batch.process.pid, signal.SIGINT)
     out, err = batch.ended(130)
     assert batch.containers() == []
-    assert "SIGINT: ending 3 runs, 3 were not started; once more leaves at once" in err
+    assert "SIGINT: ending 3 runs, 3 not started; once more leaves at once" in err
     assert "SIGINT: all runs are on record, 1 cut off" in err
     assert states(serving, "g-once") == [RunStatus.CANCELLED] * 3
     assert {line["status"] for line in lines_of(out)} == {"cancelled"}

@@ -208,7 +208,7 @@ def test_files_are_written_and_read(agent: Any) -> None:
     assert run(agent, "read", path="deep/in/a.txt") == ("one\ntwo\nthrée\n", False)
     assert run(agent, "read", path="deep/in/a.txt", offset=2, limit=1) == ("two\n\n[lines 2 to 2 of 3]", False)
     assert run(agent, "read", path="deep/in/a.txt", offset=9) == (
-        "deep/in/a.txt has 3 lines; there is no line 9",
+        "deep/in/a.txt ends with line 3; there is no line 9",
         True,
     )
     run(agent, "write", path="empty", content="")

@@ -274,6 +274,14 @@ def test_plain_lines_of_a_single_run():
     ) == ["[   0:00] run r of fix [b]it[/b] started", "[   0:02] run r ended: timed_out, reward unscored, 0:02"]
 
 
+def test_plain_lines_of_one_of_each():
+    call = CallRecorded(31, "r", "l", "main", "c", 5, 1, 0)
+    assert plain(PhaseStarted(0, "train", 1), RunStarted(0, "r", "t", "g"), call) == [
+        "[   0:00] train starts, 1 step",
+        "[   0:31] train: 0/1, 1 run going, 0 ended (0 scored), 1 call, 1 token sampled",
+    ]
+
+
 def test_plain_progress_is_rare():
     events = [PhaseStarted(0, "train", 10)]
     for number in range(2000):

@@ -95,7 +95,9 @@ class Batch:
             dropped, self._waiting = len(self._waiting), []
             ending = len(self._open)
         name = signal.Signals(number).name
-        self._say(f"{name}: ending {ending} runs, {dropped} were not started; once more leaves at once")
+        self._say(
+            f"{name}: ending {ending} run{'' if ending == 1 else 's'}, {dropped} not started; once more leaves at once"
+        )
         self._wait(lambda: not self._open or len(self._signals) > 1, _GRACE_SECONDS)
         with self._changed:
             left = [run for run in self._open.values() if run is not None]

@@ -95,7 +95,7 @@ def read(workspace: Workspace, given: Read) -> ToolOutput:
     if not lines:
         return ToolOutput(f"[{given.path} is empty]")
     if given.offset > len(lines):
-        return ToolOutput(f"{given.path} has {len(lines)} lines; there is no line {given.offset}", is_error=True)
+        return ToolOutput(f"{given.path} ends with line {len(lines)}; there is no line {given.offset}", is_error=True)
     chosen = lines[given.offset - 1 : given.offset - 1 + given.limit]
     text = clip("".join(chosen), READ_CHARS)
     if len(chosen) < len(lines):

@@ -46,11 +46,11 @@ def test_a_lane_ends_and_its_run_goes_on(model: Path, tmp_path: Path, protocol: 
         lane = proxy.lane(access["run"], name="helper", parent=access["lane"], limits={"turns": 1})
         assert say(proxy, lane, protocol, HELLO, stream=stream).text == "ok"
         for _ in range(2):
-            refused(proxy, lane, "the lane 'helper' has spent its budget of 1 turns", protocol, stream)
+            refused(proxy, lane, "the lane 'helper' has spent its budget of 1 turn", protocol, stream)
         assert say(proxy, access, protocol, HELLO, stream=stream).text == "ok"
         shown = proxy.control.get(f"/runs/{access['run']}").json()
         budget = shown["budgets"][lane["lane"]]
-        assert (budget["spent"], budget["limit"]) == ("1 turns", "turns")
+        assert (budget["spent"], budget["limit"]) == ("1 turn", "turns")
         assert (shown["spent"], shown["usage"]["calls"], shown["status"]) == (None, 2, "running")
         body = proxy.control.post(f"/runs/{access['run']}/finish", json={"reward": 1.0})
         assert body.json()["status"] == "completed"

@@ -22,7 +22,7 @@ PRICES = Prices(prompt=1e6, sampled=1e6)
 SPENT = PROMPT + 2
 """Tokens, and dollars, of a first call."""
 BUDGETS: list[tuple[dict[str, Any], str]] = [
-    ({"turns": 1}, "the run has spent its budget of 1 turns"),
+    ({"turns": 1}, "the run has spent its budget of 1 turn"),
     ({"tokens": SPENT + PROMPT}, f"the run has spent its budget of {SPENT + PROMPT} tokens"),
     ({"cost": float(SPENT)}, f"the run has spent its budget of {SPENT} US dollars"),
 ]

@@ -269,7 +269,7 @@ def test_a_body_that_stops_is_refused_in_the_protocols_format(model: Path, tmp_p
         for framing in ("Content-Length: 100\r\n\r\n{", "Transfer-Encoding: chunked\r\n\r\n5\r\n{    \r\n"):
             reply = exchange(proxy.url, (head + framing).encode())
             assert reply is not None and reply.status == 408
-            assert reply.json["error"]["message"].startswith("the body stopped after ")
+            assert reply.json["error"]["message"].startswith("the body stopped at byte ")
             assert (reply.json.get("type") == "error") == (path == "/v1/messages")
         assert engine.log == []
 

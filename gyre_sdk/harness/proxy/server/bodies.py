@@ -94,7 +94,7 @@ async def _received(request: web.Request, limit: int) -> bytes:
             pieces.append(piece)
     except TimeoutError:
         raise ProtocolError(
-            f"the body stopped after {size} bytes: send it within {patience.whole:g} s, with no pause of"
+            f"the body stopped at byte {size}: send it within {patience.whole:g} s, with no pause of"
             f" {patience.silence:g} s",
             status=408,
             code="body_timeout",

@@ -13,8 +13,8 @@ LIMIT_CODE = "limit_exceeded"
 """Error code of a call beyond a budget; SDKs do not send such a call again."""
 
 
-_NAMES = {"turns": "turns", "tokens": "tokens", "time": "seconds", "dollars": "cost"}
-"""Of budgets, by the last word of what `Spent` says of them."""
+_NAMES = {"turn": "turns", "token": "tokens", "time": "seconds", "dollar": "cost"}
+"""Of budgets, by the last word of what `Spent` says of them, in the singular."""
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -73,7 +73,7 @@ class Spent:
     @property
     def limit(self) -> str:
         """The budget's name in `Limits`."""
-        return _NAMES[self.what.rpartition(" ")[2]]
+        return _NAMES[self.what.rpartition(" ")[2].removesuffix("s")]
 
     def refusal(self) -> ProtocolError:
         """Return what a call beyond the budget is told."""
@@ -94,20 +94,20 @@ def room(limits: Limits, usage: Usage, prices: Prices, *, age: float, calls: int
     if limits.seconds is not None and age >= limits.seconds:
         return out_of_time(limits)
     if limits.turns is not None and usage.calls + calls > limits.turns:
-        return Spent(RunStatus.LIMIT, f"{limits.turns} turns")
+        return Spent(RunStatus.LIMIT, _amount(limits.turns, "turn"))
     most: int | None = None
     if limits.tokens is not None:
         most = (limits.tokens - usage.prompt_tokens - usage.sampled_tokens) // calls - prompt
         if most < 1:
-            return Spent(RunStatus.LIMIT, f"{limits.tokens} tokens")
+            return Spent(RunStatus.LIMIT, _amount(limits.tokens, "token"))
     if limits.cost is not None:
         left = limits.cost - usage.cost - prices.of(prompt * calls, 0)
         if left <= 0:
-            return Spent(RunStatus.LIMIT, f"{limits.cost:g} US dollars")
+            return Spent(RunStatus.LIMIT, _amount(limits.cost, "US dollar"))
         if prices.sampled > 0:
             affordable = int(left * 1e6 / prices.sampled / calls)
             if affordable < 1:
-                return Spent(RunStatus.LIMIT, f"{limits.cost:g} US dollars")
+                return Spent(RunStatus.LIMIT, _amount(limits.cost, "US dollar"))
             most = affordable if most is None else min(most, affordable)
     return most
 
@@ -131,6 +131,10 @@ class Account:
             return self.spent
         most = room(self.limits, self.usage, prices, age=at - self.opened_at, calls=calls, prompt=prompt)
         return replace(most, who=self.who) if isinstance(most, Spent) else most
+
+
+def _amount(number: float, noun: str) -> str:
+    return f"{number if isinstance(number, int) else f'{number:g}'} {noun}{'' if number == 1 else 's'}"
 
 
 def out_of_time(limits: Limits) -> Spent:
