@@ -9,6 +9,7 @@ from gyre_sdk.events import (
     GroupClosed,
     PhaseStarted,
     ProcessRestarted,
+    ReplicaLost,
     RunEnded,
     RunStarted,
     StepSkipped,
@@ -89,6 +90,8 @@ class PlainLines:
                 )
             case ProcessRestarted():
                 return f"{visible(event.process, 40)} restarted: {visible(event.reason, _LIMIT)}"
+            case ReplicaLost() if not state.cells:
+                return f"replica {visible(event.replica, 60)} was lost, and takes no calls"
             case SwitchMeasured():
                 phases = ", ".join(f"{visible(name, 20)} {seconds:.2f}" for name, seconds in event.phases.items())
                 return (
@@ -101,7 +104,7 @@ class PlainLines:
                     )
                 )
             case CellMoved() if event.state in ("failed", "stopped"):
-                return f"cell {visible(event.cell, 40)} {event.state} after {duration(event.seconds)} {visible(event.before, 20)}: {visible(event.reason, _LIMIT)}"
+                return f"{'replica' if event.standalone else 'cell'} {visible(event.cell, 40)} {event.state} after {duration(event.seconds)} {visible(event.before, 20)}: {visible(event.reason, _LIMIT)}"
             case GroupClosed() if not event.trainable and event.scored < 2:
                 return f"group {visible(event.group, 40)} trains nothing: {event.scored} of {counted(event.started, 'run')} scored"
             case RunStarted() if state.phase is None:

@@ -280,6 +280,8 @@ def _command_cell(run: RunView) -> Text:
 def _footer(state: State, page: Page, dropped: int) -> list[RenderableType]:
     """Return one line of counts of what went wrong, and the latest problems; nothing when all is well."""
     counts = [f"restarts {visible(name, 20)} {number}" for name, number in state.restarts.items()]
+    if state.lost and not state.cells:
+        counts.append(f"{counted(len(state.lost), 'replica')} without calls")
     if state.skipped:
         counts.append(f"skipped steps {state.skipped.total()}")
     counts += [f"{name} groups {number}" for name, number in state.groups.items() if name != "trained"]

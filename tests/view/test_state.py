@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_page import drawn
 
 from gyre_sdk.events import (
     AnyEvent,
@@ -150,6 +151,7 @@ def test_a_replica_without_cells_is_lost_until_it_is_brought():
     state = fold(ReplicaBrought(1.0, "http://h:1", 0), ReplicaLost(2.0, "http://h:1"))
     assert state.lost == {"http://h:1"}
     assert list(state.problems) == [(2.0, "replica http://h:1 was lost, and takes no calls")]
+    assert "1 replica without calls" in drawn(state, 120, 36)
     state.apply(ReplicaBrought(3.0, "http://h:1", 1))
     assert not state.lost and len(state.problems) == 1 and state.unknown == 0
 
