@@ -182,8 +182,8 @@ class Rollouts:
             TrainerError: rollouts were stopped or cannot go on.
         """
         waiting = list(groups)
-        last = len(waiting) - (len(waiting) if count is None else count)
-        while len(waiting) > last:
+        left = len(waiting) if count is None else count
+        while left:
             with self._changed:
                 found = next((group for group in waiting if self._ledger.state.groups[group].closed), None)
                 if found is None:
@@ -196,6 +196,7 @@ class Rollouts:
                 self._check()
                 continue
             waiting.remove(found)
+            left -= 1
             closed = self._ledger.state.groups[found].closed
             assert closed is not None
             yield closed
