@@ -64,4 +64,4 @@ def test_each_aim_is_reported_with_its_limit_and_in_the_table(measured):
 def test_a_section_that_does_not_exist_is_refused_by_name():
     done = subprocess.run([sys.executable, str(SCRIPT), "--only", "speed"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "no section speed; choose from throughput, kill, death, latency, agents, growth" in done.stderr
+    assert "no section speed; choose from throughput, latency, kill, death, agents, growth" in done.stderr
