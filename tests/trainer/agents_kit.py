@@ -35,7 +35,7 @@ from gyre_sdk.errors import LimitExceeded, WorkspaceError
 from gyre_sdk.harness.task import Task
 
 HERE = Path(__file__).parent
-DOES = ("end", "raise", "leave", "limit", "workspace", "print", "hold", "die", "options", "async", "async raise")
+DOES = ("end", "raise", "leave", "limit", "workspace", "print", "hold", "die", "options", "async", "async raise", "async hold")
 
 def scorer(workspace):
     return 0.0
@@ -44,8 +44,15 @@ def tasks():
     inner = Task(name="inner", instruction="unscored", scorer=lambda workspace: 0.75)
     return [*(Task(name=name, instruction=name, scorer=scorer) for name in DOES), inner]
 
+def hold():
+    (HERE / f"held-{os.getpid()}-{time.monotonic_ns()}").touch()
+    while not (HERE / "go").exists():
+        time.sleep(0.01)
+
 async def later(agent):
     await asyncio.sleep(0)
+    if agent.task.instruction == "async hold":
+        await asyncio.to_thread(hold)
     if agent.task.instruction == "async raise":
         raise ValueError("not now")
     agent.score(0.25)
@@ -57,7 +64,7 @@ def agent(agent, held="", value=0.0):
             agent.score(0.5)
         case "options":
             agent.score(value)
-        case "async" | "async raise":
+        case "async" | "async raise" | "async hold":
             return later(agent)
         case "raise":
             raise ValueError("no idea")
@@ -72,9 +79,7 @@ def agent(agent, held="", value=0.0):
             print("hello from an agent", flush=True)
             agent.score(1.0)
         case "hold":
-            (HERE / f"held-{os.getpid()}-{time.monotonic_ns()}").touch()
-            while not (HERE / "go").exists():
-                time.sleep(0.01)
+            hold()
             agent.score(0.25)
         case "die":
             os._exit(9)

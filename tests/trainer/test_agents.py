@@ -357,17 +357,20 @@ def test_runs_under_way_that_are_taken_up_while_they_hold(
 
 
 def test_at_the_end_runs_under_way_are_recorded_as_cancelled(place: Place, group: str) -> None:
+    """And the process ends, whatever its agents wait for."""
     place.fresh()
     process, address = start_host(place)
     try:
         client = Client(place, lambda: address)
-        client.begin("hold", group)
-        wait_for(lambda: place.held() == 1)
+        client.begin("hold", group, 0)
+        client.begin("async hold", group, 1)
+        wait_for(lambda: place.held() == 2)
         client.agents.close()
         client.agents.close()
-        (run,) = place.runs(group)
-        assert (run.status, run.error) == (RunStatus.CANCELLED, "the trainer was stopped")
-        assert [event.status for event in client.events if isinstance(event, RunEnded)] == [RunStatus.CANCELLED]
+        found = {(run.member, run.status, run.error) for run in place.runs(group)}
+        assert found == {(member, RunStatus.CANCELLED, "the trainer was stopped") for member in (0, 1)}
+        ends = [event.status for event in client.events if isinstance(event, RunEnded)]
+        assert ends == [RunStatus.CANCELLED] * 2
         process.terminate()
         assert process.wait(60) == 0
     finally:

@@ -11,7 +11,9 @@ No torch. What agents print goes to its log. Exit status: 0 told to end, 2 the f
 from __future__ import annotations
 
 import argparse
+import atexit
 import logging
+import os
 import pickle
 import signal
 import socket
@@ -22,6 +24,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from gyre_sdk.errors import GyreError, SettingsError
 from gyre_sdk.events import AnyEvent, Event
@@ -267,5 +270,14 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+def _end(status: int) -> NoReturn:
+    """End this process now, tidily: Python would wait first for what agents have left in pools of threads, however long it
+    takes."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _end(main())
