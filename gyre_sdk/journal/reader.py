@@ -74,11 +74,13 @@ class Reader(CallReader):
 
         Args:
             after: those with a `seq` above it.
-            run: those of one run; else of all.
-            also: further ones by their `seq`: earlier calls that were open when they were last asked for.
+            run: of those, the ones of one run; else all.
+            also: up to `after`, these by their `seq`: calls that were open when they were last asked for.
         """
         where, values = ("", (after,)) if run is None else (" AND run=?", (after, run))
-        chosen = f"(seq>? OR seq IN ({','.join(map(str, also))}))" if also else "seq>?"
+        chosen = ",".join(map(str, also))  # one query for both would read the whole table
+        rows = self._rows(f"SELECT {_SUMMARY} FROM call WHERE seq IN ({chosen}) ORDER BY seq") if also else []
+        rows += self._rows(f"SELECT {_SUMMARY} FROM call WHERE seq>?{where} ORDER BY seq", values)
         return [
             CallSummary(
                 seq=row[0],
@@ -94,11 +96,7 @@ class Reader(CallReader):
                 fork_reason=ForkReason(row[10]) if row[10] else None,
                 error=row[11],
             )
-            for row in self._rows(
-                "SELECT seq, call, run, lane, role, status, prompt_len, sampled_len, versions, ended_at, fork_reason, error"
-                f" FROM call WHERE {chosen}{where} ORDER BY seq",
-                values,
-            )
+            for row in rows
         ]
 
     def answers_without_tokens(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -142,6 +140,7 @@ class Reader(CallReader):
         ]
 
 
+_SUMMARY = "seq, call, run, lane, role, status, prompt_len, sampled_len, versions, ended_at, fork_reason, error"
 _LANE = "lane, run, role, name, parent, created_at, parent_call"
 
 
