@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from crash_kit import Template
 from proxy_kit import SHARED
 from session_kit import engine, service  # noqa: F401 - fixtures
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -36,6 +39,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 4096}))
     return folder
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Template]:
+    """What starts processes that are to be killed, quickly."""
+    with closing(Template()) as template:
+        yield template
 
 
 @pytest.fixture(scope="session")

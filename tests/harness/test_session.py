@@ -228,15 +228,19 @@ def test_key_of_an_ended_run_opens_nothing(service: gyre.ServiceClient, tmp_path
 
 
 def test_async_session_and_cancellation(service: gyre.ServiceClient, tmp_path: Path) -> None:
+    called = asyncio.Event()
+
     async def work() -> None:
         async with gyre.session(a_task(), service=service, workspace="local") as agent:
             async with agent.async_openai() as client:
                 await client.chat.completions.create(model="policy", messages=QUESTION)  # type: ignore[arg-type]
+            called.set()
             await asyncio.sleep(60)
 
     async def main() -> None:
         task = asyncio.create_task(work())
-        await asyncio.sleep(2)
+        async with asyncio.timeout(60):
+            await called.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -84,7 +84,7 @@ def provider() -> Iterator[Scripted]:
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     try:
         yield scripted
     finally:

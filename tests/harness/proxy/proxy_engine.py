@@ -114,7 +114,7 @@ class ScriptedEngine:
 
     def __enter__(self) -> ScriptedEngine:
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(60)
         return self
 
     def __exit__(self, *_: object) -> None:

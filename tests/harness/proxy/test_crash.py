@@ -3,22 +3,43 @@
 from __future__ import annotations
 
 import threading
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from crash_kit import SERVICE_KEY, KillableProxy, Template
 from proxy_engine import Finish, ScriptedEngine, Step, Tokens, Wait, say
-from proxy_kit import Proxy, ProxyProcess, content_of, sse
+from proxy_kit import Proxy, arguments, content_of, sse
 from test_fidelity_cases import check_all
 from test_render import write
+from test_retries import wait_for
 
 from gyre_sdk.harness.proxy.render import load_template
 from gyre_sdk.journal import Journal
 from gyre_sdk.records import CallStatus
 
 USER = {"role": "user", "content": "hi"}
+
+
+class Serving(KillableProxy):
+    """`gyre serve` as a process of its own, and its clients."""
+
+    proxy: Proxy
+
+
+@contextmanager
+def serving(forks: Template, model: Path, store: Path, url: str, port: int = 0) -> Iterator[Serving]:
+    process = Serving(forks, arguments(model, store, url))
+    process.port = port
+    process.start()
+    process.proxy = Proxy(process.url, SERVICE_KEY, store)
+    try:
+        yield process
+    finally:
+        process.kill()
 
 
 def follow(proxy: Proxy, access: dict[str, Any], body: dict[str, Any], out: list[str]) -> None:
@@ -33,7 +54,7 @@ def follow(proxy: Proxy, access: dict[str, Any], body: dict[str, Any], out: list
 
 
 @pytest.mark.parametrize("seed", [None, 7], ids=["continued", "restarted"])
-def test_kill_mid_call_then_retry(model: Path, tmp_path: Path, seed: int | None) -> None:
+def test_kill_mid_call_then_retry(model: Path, tmp_path: Path, forks: Template, seed: int | None) -> None:
     """Mid-stream: delivered text is durable; after a restart on the same port the same body resumes or restarts."""
     template = load_template(model)
     begun, rest = write(template, "water and"), write(template, " wine<|im_end|>")
@@ -47,16 +68,14 @@ def test_kill_mid_call_then_retry(model: Path, tmp_path: Path, seed: int | None)
     body = {"model": "p", "messages": [USER], "stream": True, "seed": seed}
     store = tmp_path / "s.db"
     with ScriptedEngine(play) as engine:
-        with ProxyProcess(model, store, engine.url) as first:
+        with serving(forks, model, store, engine.url) as first:
             access = first.proxy.run()
             lines: list[str] = []
             thread = threading.Thread(target=follow, args=(first.proxy, access, body, lines))
             thread.start()
-            deadline = time.monotonic() + 10
-            while time.monotonic() < deadline:
-                if "water and" in content_of(sse("\n".join(lines))) or (seed is not None and durable(store) >= 1):
-                    break
-                time.sleep(0.01)
+            wait_for(
+                lambda: "water and" in content_of(sse("\n".join(lines))) or (seed is not None and durable(store) >= 1)
+            )
             first.kill()
             thread.join()
         shown = content_of(sse("\n".join(lines)))
@@ -64,7 +83,7 @@ def test_kill_mid_call_then_retry(model: Path, tmp_path: Path, seed: int | None)
             [call] = journal.calls()
         assert template.text(call.sampled_ids).startswith(shown)
         assert shown == ("water and" if seed is None else "")
-        with ProxyProcess(model, store, engine.url, port=first.port) as second:
+        with serving(forks, model, store, engine.url, port=first.port) as second:
             again: list[str] = []
             follow(second.proxy, access, body, again)
             events = sse("\n".join(again))
@@ -94,13 +113,13 @@ def durable(store: Path) -> int:
         return sum(len(call.sampled_ids) for call in journal.calls())
 
 
-def test_kill_behind_answered_calls(model: Path, tmp_path: Path) -> None:
+def test_kill_behind_answered_calls(model: Path, tmp_path: Path, forks: Template) -> None:
     """N answers reached their agents, the process is killed: N are in the store, histories and keys come back."""
     template = load_template(model)
     answer = write(template, "water<|im_end|>")
     store = tmp_path / "s.db"
     with ScriptedEngine(lambda request, number: say(*answer)) as engine:
-        with ProxyProcess(model, store, engine.url) as first:
+        with serving(forks, model, store, engine.url) as first:
             accesses = [first.proxy.run() for _ in range(4)]
             got = [0] * 4
             killed = threading.Event()
@@ -118,13 +137,12 @@ def test_kill_behind_answered_calls(model: Path, tmp_path: Path) -> None:
             threads = [threading.Thread(target=agent, args=(place,)) for place in range(4)]
             for thread in threads:
                 thread.start()
-            time.sleep(1.0)
+            wait_for(lambda: min(got) >= 3)
             first.kill()
             killed.set()
             for thread in threads:
                 thread.join()
-        assert min(got) >= 2
-        with ProxyProcess(model, store, engine.url, port=first.port) as second:
+        with serving(forks, model, store, engine.url, port=first.port) as second:
             for access, count in zip(accesses, got, strict=True):
                 calls = second.proxy.calls(access["run"])
                 answered = [call for call in calls if call.status in (CallStatus.COMPLETE, CallStatus.DELIVERED)]
@@ -145,13 +163,15 @@ def test_kill_behind_answered_calls(model: Path, tmp_path: Path) -> None:
             assert {g.request["request_id"].rsplit("-", 2)[0] for g in engine.log} >= complete
 
 
-def test_a_complete_answer_that_nobody_got_is_replayed_after_a_restart(model: Path, tmp_path: Path) -> None:
+def test_a_complete_answer_that_nobody_got_is_replayed_after_a_restart(
+    model: Path, tmp_path: Path, forks: Template
+) -> None:
     template = load_template(model)
     store, body = tmp_path / "s.db", {"messages": [USER]}
     gate = threading.Event()
     steps: list[Step] = [Wait(gate), Tokens(write(template, "water<|im_end|>")), Finish()]
     with ScriptedEngine(lambda request, number: steps) as engine:
-        with ProxyProcess(model, store, engine.url) as first:
+        with serving(forks, model, store, engine.url) as first:
             access = first.proxy.run()
             with pytest.raises(httpx.ReadTimeout):
                 first.proxy.http.post(
@@ -161,11 +181,9 @@ def test_a_complete_answer_that_nobody_got_is_replayed_after_a_restart(model: Pa
                     timeout=0.5,
                 )
             gate.set()
-            deadline = time.monotonic() + 10
-            while not any(call.finish_reason for call in first.proxy.calls()) and time.monotonic() < deadline:
-                time.sleep(0.02)
+            wait_for(lambda: any(call.finish_reason for call in first.proxy.calls()))
             first.kill()
-        with ProxyProcess(model, store, engine.url, port=first.port) as second:
+        with serving(forks, model, store, engine.url, port=first.port) as second:
             said = second.proxy.chat(access, b'{"model":"p","messages":[{"role":"user","content":"hi"}]}')
             assert said.json()["choices"][0]["message"]["content"] == "water"
             assert len(engine.log) == 1

@@ -162,8 +162,9 @@ def test_sdk_rebuilds_the_answer_at_every_byte_split() -> None:
     client = wire.client()
     data = b"".join(ours())
     want = json.loads(DIALECT.body(REQUEST, "x", 0.0, [Choice(ANSWER, "tool_calls", 7)], 9))
-    for at in range(len(data) + 1):
-        wire.chunks = [data[:at], data[at:]]
+    apart = 41  # bytes between the cuts of one stream: over all streams, each byte has been cut behind once
+    for first in range(apart):
+        wire.chunks = [data[:first], *(data[at : at + apart] for at in range(first, len(data), apart))]
         message = accumulate(client)
         assert blocks_of(message) == want["content"]
         assert (message.stop_reason, message.usage.input_tokens, message.usage.output_tokens) == ("tool_use", 9, 7)

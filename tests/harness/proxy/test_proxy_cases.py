@@ -160,7 +160,7 @@ def test_without_another_replica_the_agent_gets_an_error(model: Path, tmp_path: 
 
     def play(request: dict[str, Any], number: int) -> list[Step]:
         holder[0].healthy = False
-        return [Tokens([331, 32, 333]), Wait(0.3), Error(), Done()]
+        return [Tokens([331, 32, 333]), Wait(0.3), Error(), Done()] if number == 1 else [Status(503)]
 
     with ScriptedEngine(play) as engine:
         holder.append(engine)
@@ -341,14 +341,16 @@ def test_a_large_body_does_not_stall_small_streams(model: Path, tmp_path: Path) 
         for thread in threads:
             thread.start()
         access = proxy.run()
+        began = time.monotonic()
         answer = proxy.chat(access, {"messages": messages, "max_tokens": 8})
+        took = time.monotonic() - began
         for thread in threads:
             thread.join()
         [call] = proxy.calls(access["run"])
     assert answer.status_code == 200, answer.text
     assert len(call.prompt_ids) > 1_000_000
     assert call.prompt_ids in [generation.prompt for generation in engine.log]
-    assert max(gaps) < max(1.0, 5 * alone)
+    assert max(gaps) < max(took / 2, 5 * alone)
 
 
 # -- proxy-n-choices-are-siblings -----------------------------------------------------------------------------------

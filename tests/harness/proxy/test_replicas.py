@@ -48,7 +48,7 @@ def halting(gate: threading.Event) -> Callable[[dict[str, Any], int], list[Step]
 
 
 def until(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.01)

@@ -206,7 +206,7 @@ def test_the_sdk_retries_and_gets_the_answer_once(model: Path, tmp_path: Path) -
     gate = threading.Event()
     said = [Wait(gate), Tokens(ids_of(model, "water<|im_end|>")), Finish()]
     with talking(model, tmp_path, said) as talk:
-        with talk.anthropic(max_retries=3, timeout=1.0) as client:
+        with talk.anthropic(max_retries=20, timeout=1.0) as client:
             threading.Timer(1.5, gate.set).start()
             message = client.messages.create(model="policy", max_tokens=8, messages=GO)
         assert message.content[0].text == "water"  # type: ignore[union-attr]

@@ -218,7 +218,7 @@ def test_the_sdk_retries_and_gets_the_answer_once(model: Path, tmp_path: Path) -
     gate = threading.Event()
     said = [Wait(gate), Tokens(ids_of(model, "water<|im_end|>")), Finish()]
     with talking(model, tmp_path, said) as talk:
-        with talk.openai(max_retries=3, timeout=1.0) as client:
+        with talk.openai(max_retries=20, timeout=1.0) as client:
             threading.Timer(1.5, gate.set).start()
             message = client.chat.completions.create(model="policy", messages=GO).choices[0].message
         assert message.content == "water"

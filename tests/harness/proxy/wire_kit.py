@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 """Seconds after which a request counts as hung."""
 
 
