@@ -1,5 +1,5 @@
 """`gyre run` with the real programs inside workspaces without a network: their tools act there, the model is the only thing
-they reach. Once with an engine that plays a model which does the task, once with the real engine.
+they reach. What they do with a model that says nothing of use is in `test_programs_embedded`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from tools_image import build_tools_image
 
 from clients.plays import Prompt, play
 from clients.scripted_provider import Reply
-from gyre_sdk.harness.launch import served
 from gyre_sdk.journal import Journal
 from gyre_sdk.records import CallStatus, RunStatus
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
 PROGRAMS = ("claude-code", "codex", "mini-swe-agent")
 TOOLS = {"claude-code": "Bash", "codex": "exec_command", "mini-swe-agent": "bash"}
-MORE = {"mini-swe-agent": ["-c", "mini.yaml", "-c", "agent.step_limit=3"]}
 LOOK = "echo yes > answer; echo INTERFACES $(tail -n +3 /proc/net/dev | wc -l) USER $(id -u) KEYS $(env | grep -c 'gy-[A-Za-z0-9_-]\\{20,\\}')"
 """Does the task, and shows what there is of a network, who runs, and whether the environment holds a key."""
 
@@ -78,26 +76,6 @@ def test_a_program_does_the_task_in_the_workspace(program: str, scripted: Servic
     text = Tokenizer.from_file(str(model / "tokenizer.json")).decode(calls[-1].prompt_ids, skip_special_tokens=False)
     shown = "\n".join(said for said in Prompt.of(text).users if "<tool_response>" in said)
     assert "INTERFACES 1 USER 1000 KEYS 0" in shown, shown
-
-
-def test_the_programs_end_cleanly_on_the_real_engine(
-    weights: Path, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A random model says nothing of use; the programs, inside, ask it all the same and end as they do elsewhere."""
-    store = tmp_path / "runs"
-    monkeypatch.setenv("GYRE_SERVICE_KEY", "the-service-key")
-    serving = ["--model", f"local:{weights}", "--store", str(store), "--context", "65536"]
-    with served(serving) as service:
-        reached = Service(service.url, "the-service-key", store / "gyre.db")
-        started = {
-            name: reached.start(task, "--agent", name, "--json", "--turns", "3", "--", *MORE.get(name, []))
-            for name in PROGRAMS
-        }
-        ended = {name: process.communicate(timeout=300) for name, process in started.items()}
-    for name, (out, err) in ended.items():
-        (line,) = lines_of(out)
-        assert line["status"] in ("completed", "limit") and line["calls"] >= 1, (name, line, err[-2000:])
-        assert line["sampled_tokens"] >= line["calls"] and line["reward"] == 0.25
 
 
 def test_without_a_service_it_starts_one(weights: Path, base_image: str, tmp_path: Path) -> None:
