@@ -136,6 +136,19 @@ def test_lost_while_generating(model: Path, tmp_path: Path, counts: tuple[str | 
         check(on, 1)
 
 
+def test_a_client_that_closes_its_sending_side_counts_as_gone(model: Path, tmp_path: Path) -> None:
+    """It cannot be told from one whose connection broke: its next request gets the answer."""
+    with stage(model, tmp_path) as on:
+        first = on.request()
+        on.asked(1)
+        first.settimeout(60)
+        first.shutdown(socket.SHUT_WR)
+        assert first.recv(1) == b""
+        on.cues[0].set()
+        assert on.answer(on.request()) == "S1"
+        check(on, 1)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_finished_but_never_delivered(model: Path, tmp_path: Path, stream: bool) -> None:
     """Scenarios `finished but never delivered` and `stream cut half way`: the whole answer from its first event."""
