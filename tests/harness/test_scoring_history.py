@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 from tools_image import build_tools_image
 from tree_inputs import case
@@ -9,7 +11,7 @@ from tree_inputs import case
 from gyre_sdk.errors import TaskError
 from gyre_sdk.harness.scoring import history, prepare, scrub_history
 from gyre_sdk.harness.task import Task
-from gyre_sdk.harness.workspace import DockerWorkspace, WorkspacePool
+from gyre_sdk.harness.workspace import DockerWorkspace, Isolation, LocalWorkspace, WorkspacePool
 
 pytestmark = pytest.mark.docker
 
@@ -107,6 +109,74 @@ def test_clones_that_hold_on_to_their_packs(pool, task, kind):
             cwd="r",
         )
         assert seen.stdout == f"{made.stdout}base\nold\nbase\n0\n", seen
+
+
+REPOSITORIES = """
+set -e
+export GIT_CONFIG_COUNT=2 GIT_CONFIG_KEY_0=user.name GIT_CONFIG_VALUE_0=n GIT_CONFIG_KEY_1=user.email GIT_CONFIG_VALUE_1=e
+for one in lib gone own; do
+  git init -q -b main /tmp/made/$one; cd /tmp/made/$one
+  for n in old FUTURE; do echo $n $one >a; git add a; git commit -qm "$n $one"; done
+done
+link() { git update-index --add --cacheinfo "160000,$(git -C /tmp/made/$1 rev-parse $2),$1"; mkdir -p $1; }
+git init -q -b main /workspace/r; cd /workspace/r
+echo old >a; git add a; git commit -qm old; link lib main~1; git commit -qm base
+echo FUTURE >a; git add a; link lib main; link gone main; git commit -qm FUTURE; git branch -q side main~2
+for one in origin.git orphan/.git near.git; do mkdir -p ../$one; cp -r .git/. ../$one; done
+mkdir .git/modules; for one in lib gone; do mv /tmp/made/$one/.git .git/modules/$one; done
+git -C .git/modules/lib config core.worktree ../../../lib; mv /tmp/made/own/.git ../own.git; git -C ../own.git config core.bare true
+git checkout -q main~1; rm -rf gone
+git worktree add -q "../a side" side; git worktree add -q ../stale main; rm -rf ../stale
+git -C ../origin.git config core.bare true; git -C ../orphan symbolic-ref HEAD refs/heads/none; rm ../orphan/.git/index
+mv ../near.git /tmp/near.git; cd /tmp/near.git; git config core.bare true; git worktree add -q --detach /workspace/near main~1
+"""
+
+
+def test_repositories_without_files_and_with_several_checkouts(pool, task):
+    """Bare ones, submodules that are not checked out, linked worktrees: they have what the checkouts are at, and their past."""
+    with pool.take(task) as workspace:
+        made = workspace.exec(REPOSITORIES, timeout=60)
+        assert made.exit_code == 0, made.stderr
+        found = scrub_history(task, workspace, "/workspace", image="several")
+        w = "/workspace"
+        assert {f"{w}/r", f"{w}/a side", f"{w}/near", f"{w}/orphan", f"{w}/origin.git"} < set(found)
+        assert f"{w}/own.git" not in found
+        seen = workspace.exec(
+            "for d in r/.git r/.git/modules/lib origin.git /tmp/near.git orphan/.git; do cd $d; export GIT_DIR=$PWD GIT_WORK_TREE=$PWD\n"
+            "for o in $(git cat-file --batch-all-objects --batch-check='%(objectname)'); do git cat-file -p $o; done | grep -c FUTURE\n"
+            "cd /workspace; done; unset GIT_DIR GIT_WORK_TREE; ls r/.git/modules r/.git/worktrees\n"
+            "cd r; git status --porcelain; git log --format=%s; git --git-dir=.git/modules/lib --work-tree=lib show HEAD:a; cd '../a side'\n"
+            "git status --porcelain -b; git log --format=%s; cd ../near; git status --porcelain -b; git log --format=%s; cd ..\n"
+            "git -C origin.git log main --format=%s; git -C own.git log --format=%s"
+        )
+        assert seen.stdout.split("\n") == [
+            *("0", "0", "0", "0", "0"),
+            *("r/.git/modules:", "lib", "", "r/.git/worktrees:", "a-side"),
+            *("base", "old", "old lib"),
+            *("## side", "old"),
+            *("## HEAD (no branch)", "base", "old"),
+            *("base", "old", "FUTURE own", "old own", ""),
+        ], seen
+
+
+def test_a_repository_of_this_machine_is_never_scrubbed(tmp_path):
+    """A task's folder may be a linked worktree: without a container around, its repository is the user's own."""
+    own = tmp_path / "own"
+    git = ["git", "-C", str(own), "-c", "user.name=n", "-c", "user.email=e"]
+    own.mkdir()
+    for words in (
+        "init -q -b main",
+        "commit -q --allow-empty -m one",
+        "worktree add -q ../w -b side",
+        "commit -q --allow-empty -m two",
+    ):
+        subprocess.run([*git, *words.split()], check=True)
+    task = Task(instruction="x", files={".git": (tmp_path / "w" / ".git").read_bytes()})
+    with LocalWorkspace(task, isolation=Isolation.NONE) as workspace:
+        with pytest.raises(TaskError, match=r"part of the repository .*/own/.git, which is not the workspace's"):
+            prepare(task, workspace)
+    said = subprocess.run([*git, "log", "--format=%s", "main"], check=True, capture_output=True, text=True).stdout
+    assert said == "two\none\n"
 
 
 def test_a_repository_that_cannot_be_scrubbed_is_an_error(docker_client, base_image):
