@@ -194,10 +194,13 @@ launcher.close()
 
 
 def driven(folder: Path, others: Sequence[str] = ()) -> list[CellSpec]:
-    """Two cells; and one on the trainer's node for each amount of slots that is given."""
+    """Two cells; and one on the trainer's node for each amount of slots that is given.
+
+    The first is on that node too, and there is room for it wherever the second lands, of two such trainings.
+    """
     made = [
-        CellSpec("cell-0", toy(folder, "replica-0"), None, {"CPU": 0.5}),
-        CellSpec("cell-1", toy(folder, "replica-1"), toy(folder, "worker-1"), {"CPU": 0.5}),
+        CellSpec("cell-0", toy(folder, "replica-0"), None, {"CPU": 0.2}),
+        CellSpec("cell-1", toy(folder, "replica-1"), toy(folder, "worker-1"), {"CPU": 0.3}),
     ]
     return made + [
         CellSpec(f"more-{slots}", toy(folder, f"replica-{slots}"), None, {"slot": float(slots)}) for slots in others

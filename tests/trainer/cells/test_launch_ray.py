@@ -152,7 +152,8 @@ def test_a_cell_whose_node_dies_comes_back_on_another(
     ray_kit.add_node(cluster, node.node_ip_address)
 
 
-def test_what_does_not_start_says_why(cells: Cells, tmp_path: Path) -> None:
+def test_what_cannot_run_says_why(cells: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not start, dies again and again, or finds no room."""
     cell = cells.launch("cell-1", toy(tmp_path, "replica", "none"))
     why = r"replica did not start: it ended with exit status 3; see .*replica\.log:\nmodel none on GPU 0,1,2,3,4,5,6,7\nno model here"
     with pytest.raises(TrainerError, match=why):
@@ -161,32 +162,48 @@ def test_what_does_not_start_says_why(cells: Cells, tmp_path: Path) -> None:
     absent = cells.launch("cell-2", toy(tmp_path, "absent", python=Path("/nowhere/python")))
     with pytest.raises(TrainerError, match=r"on the node .*FileNotFoundError.*/nowhere/python"):
         absent.wait()
+    absent.stop()
 
-
-def test_what_keeps_dying_is_given_up(cells: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gyre_sdk.trainer.processes.RESTARTS", 2)
     monkeypatch.setattr("gyre_sdk.trainer.processes.WINDOW", 600.0)
-    cell = cells.launch("cell-1", toy(tmp_path, "replica"))
-    cell.wait()
-    os.kill(pid(cell), signal.SIGKILL)
+    dying = cells.launch("cell-3", toy(tmp_path, "dying"))
+    dying.wait()
+    os.kill(pid(dying), signal.SIGKILL)
     eventually(lambda: len(cells.events) == 1)
-    os.kill(pid(cell), signal.SIGKILL)
+    os.kill(pid(dying), signal.SIGKILL)
 
     def given_up() -> bool:
         try:
-            cell.check()
+            dying.check()
         except TrainerError as error:
             return "died 2 times" in str(error) and "toy ready on" in str(error)
         return False
 
     eventually(given_up)
-    eventually(lambda: cell.pids() == {"replica": 0} and not alive(helper(tmp_path / "replica.log")))
+    eventually(lambda: dying.pids() == {"dying": 0} and not alive(helper(tmp_path / "dying.log")))
+
+    cells.launcher._room = 1.0
+    large = cells.launch("cell-4", toy(tmp_path, "large"), resources={"slot": 5.0})
+    with pytest.raises(TrainerError, match=r"no room for cell-4 in 1 s: it needs \{'slot': 5\.0\} on the node of"):
+        large.wait()
 
 
-def test_a_closed_connection_ends_the_supervision(cells: Cells, tmp_path: Path) -> None:
-    """Ray would start a cluster of its own at the next call, and end the process at the next but one."""
+def test_a_closed_connection_ends_the_supervision(
+    cells: Cells, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Ray would start a cluster of its own at the next call, and end the process at the next but one.
+
+    SIGTERM is left to who handles it: Ray would say so, and have the process aborted three seconds later.
+    """
     import ray
 
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert came == [signal.SIGTERM] and "SIGTERM received" not in capfd.readouterr().err
+    finally:
+        signal.signal(signal.SIGTERM, before)
     cell = cells.launch("cell-1", toy(tmp_path, "replica"))
     cell.wait()
     process = pid(cell)
@@ -203,26 +220,6 @@ def test_a_closed_connection_ends_the_supervision(cells: Cells, tmp_path: Path) 
     eventually(given_up)
     cells.launcher.close()
     assert not ray.is_initialized()
-
-
-def test_sigterm_is_left_to_who_handles_it(cluster: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    """Ray would say so, and have the process aborted three seconds later."""
-    came: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
-    cells = Cells(cluster.address)
-    try:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert came == [signal.SIGTERM] and "SIGTERM received" not in capfd.readouterr().err
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        cells.launcher.close()
-
-
-def test_without_room_the_error_names_it(cells: Cells, tmp_path: Path) -> None:
-    cells.launcher._room = 1.0
-    cell = cells.launch("cell-1", toy(tmp_path, "replica"), resources={"slot": 5.0})
-    with pytest.raises(TrainerError, match=r"no room for cell-1 in 1 s: it needs \{'slot': 5\.0\} on the node of"):
-        cell.wait()
 
 
 @pytest.fixture
