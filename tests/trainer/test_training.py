@@ -91,15 +91,27 @@ def wait_for(folder: Path, condition: Callable[[list[Any]], bool], seconds: floa
 
 
 def test_it_trains_and_evaluates_on_one_stack(config: Path, tmp_path: Path) -> None:
-    """With phi = 0 and mu = 1: every run of a step was sampled by the weights that the step starts from."""
+    """With phi = 0 and mu = 1: every run of a step was sampled by the weights that the step starts from. A run without a score
+    is repeated once and never later. Meanwhile a second trainer on the same folder is refused."""
     seen: list[Any] = []
     settings = load_config(config, ["rollout.staleness=0"])
     with Stack(settings, seen.append, base=tmp_path) as stack:
+        with pytest.raises(SettingsError, match=r"output\.dir = .* is in use by another trainer"):
+            Stack(load_config(config), base=tmp_path).__enter__()
+        with pytest.raises(SettingsError, match=r"store\.path = .* is in use by another trainer"):
+            Stack(load_config(config, ["output.dir=elsewhere"]), base=tmp_path).__enter__()
         before = evaluate(settings, stack.tasks, name="before", stack=stack)
         report = train(settings, stack=stack)
         after = evaluate(settings, stack.tasks[:4], name="after", temperature=0.0, stack=stack)
         again = evaluate(settings, stack.tasks, name="before", stack=stack)
         runs = stack.journal.runs()
+        unscored = evaluate(settings, stack.tasks[:3], name="unscored", temperature=0.75, stack=stack)
+        assert (unscored.runs, unscored.scored, unscored.success) == (3, 0, 0.0)
+        assert len(stack.journal.runs()) == len(runs) + 6
+        assert evaluate(settings, stack.tasks[:3], name="unscored", temperature=0.75, stack=stack) == unscored
+        assert len(stack.journal.runs()) == len(runs) + 6
+        with pytest.raises(SettingsError, match="cannot be named 'train'"):
+            evaluate(settings, stack.tasks, name="train", stack=stack)
     assert (report.steps, report.skipped, report.runs, report.version, report.versions) == (3, 0, 18, 3, 3)
     assert report.trained_tokens > 100 and report.untrained == {}
     assert report.metrics["ratio"] == pytest.approx(1.0, abs=0.05)
@@ -109,8 +121,8 @@ def test_it_trains_and_evaluates_on_one_stack(config: Path, tmp_path: Path) -> N
     assert {run.dispatch_version for run in runs if run.metadata["split"] == "after"} == {3}
     kinds = [type(event) for event in seen]
     assert kinds.count(events.StepTaken) == 3 and kinds.count(events.VersionPublished) == 3
-    assert kinds.count(events.GroupClosed) == 6 and kinds.count(events.EvaluationMeasured) == 3
-    assert kinds.count(events.RunStarted) == kinds.count(events.RunEnded) == 18 + 6 + 4
+    assert kinds.count(events.GroupClosed) == 6 and kinds.count(events.EvaluationMeasured) == 5
+    assert kinds.count(events.RunStarted) == kinds.count(events.RunEnded) == 18 + 6 + 4 + 6
     assert kinds.count(events.CallRecorded) == 2 * (18 + 6 + 4)
     check_store(tmp_path, steps=3)
     state = fold(items(tmp_path))
@@ -122,41 +134,40 @@ def test_it_trains_and_evaluates_on_one_stack(config: Path, tmp_path: Path) -> N
     assert not any(path.name.startswith("v") for path in (tmp_path / "out").iterdir())
 
 
-def test_bursts_publish_every_mu_steps(config: Path, tmp_path: Path) -> None:
-    """And calls of any temperature are trained."""
-    settings = load_config(config, ["rollout.publish_every=2", "rollout.staleness=0", "agent.options.temperature=0.5"])
-    report = train(settings, base=tmp_path)
-    assert report.trained_tokens > 0 and "call_sampling" not in report.untrained
-    assert report.versions == 2
-    state = fold(items(tmp_path))
-    published = [kept for _, kept in sorted(state.versions.items())]
-    assert published == [(State.PUBLISHED, 0), (State.PUBLISHED, 2), (State.PUBLISHED, 3)]
-    first, second, third = (state.steps[number].groups for number in (1, 2, 3))
-    assert len(first) == len(second) == len(third) == settings.rollout.groups_per_step
-    assert [*sorted(first + second), *sorted(third)] == sorted(state.groups), "a burst uses what was planned for it"
+ENDED_AT: list[tuple[signal.Signals, Callable[[list[Any]], bool]]] = [
+    (signal.SIGKILL, lambda new: any(isinstance(item, GroupClosed) for item in new)),
+    (signal.SIGINT, lambda new: any(isinstance(item, UnitSealed) for item in new)),
+    (signal.SIGKILL, lambda new: any(isinstance(item, StepCommitted) for item in new)),
+    (signal.SIGKILL, lambda new: sum(isinstance(item, VersionPublished) for item in new) >= 2),
+]
+"""How a process ends, and when, by what it has made durable."""
 
 
-KILLED_AT: dict[str, Callable[[list[Any]], bool]] = {
-    "at once": lambda new: True,
-    "a group closed": lambda new: any(isinstance(item, GroupClosed) for item in new),
-    "a unit sealed": lambda new: any(isinstance(item, UnitSealed) for item in new),
-    "a step committed": lambda new: any(isinstance(item, StepCommitted) for item in new),
-    "a version published": lambda new: sum(isinstance(item, VersionPublished) for item in new) >= 2,
-}
-"""Moments, by what one process has made durable."""
-
-
-def test_a_trainer_killed_with_9_resumes_again_and_again(config: Path, tmp_path: Path) -> None:
-    """Nothing that is durable is lost, and none of it is run twice: groups that had closed are used as they are."""
+def test_a_trainer_killed_with_9_or_interrupted_resumes_again_and_again(config: Path, tmp_path: Path) -> None:
+    """Nothing that is durable is lost, and none of it is run twice: groups that had closed are used as they are. Of one that
+    was killed nothing is left after a while; of one that was interrupted, at once."""
     options = ("--set", "train.save_every=2", "--steps", "4")
-    before: list[Any] = []
-    for reached in KILLED_AT.values():
+    process = Forked(config, *options, "--set", "output.linger_s=0.1")
+    try:
+        eventually(lambda: len(leashed(process.pid)) == 3)
+        started = leashed(process.pid)
+    finally:
+        process.kill()
+        process.communicate()
+    eventually(lambda: not any(map(alive, started)))
+    before = items(tmp_path)
+    for number, reached in ENDED_AT:
         process, past = Forked(config, *options), len(before)
         try:
             wait_for(tmp_path, lambda found, reached=reached, past=past: reached(found[past:]))
+            started = leashed(process.pid)
+            process.send_signal(number)
+            _, said = process.communicate(timeout=60)
         finally:
             process.kill()
-            process.communicate()
+        if number is signal.SIGINT:
+            assert process.returncode == 130 and "run the same command again to resume" in said
+            assert "did not end" not in said and not any(map(alive, started))
         assert items(tmp_path)[: len(before)] == before
         before = items(tmp_path)
     assert finish(Forked(config, *options))["steps"] == 4
@@ -197,22 +208,11 @@ def test_what_a_killed_trainer_started_goes_on_under_the_next(config: Path, tmp_
     assert list((tmp_path / "out" / "run").iterdir()) == []
 
 
-def test_nothing_is_left_of_a_killed_trainer_after_a_while(config: Path, tmp_path: Path) -> None:
-    process = Forked(config, "--set", "output.linger_s=0.1")
-    try:
-        eventually(lambda: len(leashed(process.pid)) == 3)
-        started = leashed(process.pid)
-    finally:
-        process.kill()
-        process.communicate()
-    eventually(lambda: not any(map(alive, started)))
-
-
 def test_processes_killed_with_9_come_back(config: Path, tmp_path: Path) -> None:
     """The engine after the first publication, the proxy after the second."""
     seen: list[Any] = []
     names = {1: "engine", 2: "proxy"}
-    settings = load_config(config, ["train.steps=4"])
+    settings = load_config(config, ["rollout.staleness=0"])  # a step's runs begin when the one before is published
 
     def watch(event: Any) -> None:
         seen.append(event)
@@ -221,95 +221,68 @@ def test_processes_killed_with_9_come_back(config: Path, tmp_path: Path) -> None
 
     with Stack(settings, watch, base=tmp_path) as stack:
         report = train(settings, stack=stack)
-    assert report.steps == 4
+    assert report.steps == 3
     restarts = [event for event in seen if isinstance(event, events.ProcessRestarted)]
     assert {(event.process, event.reason) for event in restarts} == {
         (name, "signal SIGKILL") for name in names.values()
     }
     assert len(restarts) == len(names)
-    state = fold(items(tmp_path))
-    assert state.committed == 4
+    assert fold(items(tmp_path)).committed == 3
     versions = [item.version for item in items(tmp_path) if isinstance(item, VersionAllocated)]
     assert versions == sorted(set(versions))
 
 
-def test_lora_trains_publishes_and_resumes(tmp_path: Path) -> None:
-    """Running a training again that has its steps does nothing; with more steps it goes on."""
+def test_lora_trains_publishes_every_mu_steps_and_resumes(tmp_path: Path) -> None:
+    """Calls of any temperature are trained. Running a training again that has its steps does nothing; with more steps it goes
+    on."""
     config = make_training(tmp_path, CONFIG + "[policy.lora]\nr = 4\nalpha = 8\n")
-    train(load_config(config, ["train.steps=2"]), base=tmp_path)
+    options = ["rollout.publish_every=2", "agent.options.temperature=0.5", "train.steps=2"]
+    first = train(load_config(config, options), base=tmp_path)
+    assert first.trained_tokens > 0 and "call_sampling" not in first.untrained
+    state = fold(items(tmp_path))
+    assert list(state.versions.values()) == [(State.PUBLISHED, 0), (State.PUBLISHED, 2)]
+    assert [len(step.groups) for step in state.steps.values()] == [2, 2], "each takes those that close next"
+    assert sorted(state.steps[1].groups + state.steps[2].groups) == sorted(state.groups)
     before = len(items(tmp_path))
-    report = train(load_config(config, ["train.steps=2"]), base=tmp_path)
+    report = train(load_config(config, options), base=tmp_path)
     assert (report.steps, report.resumed_from, report.runs) == (2, 2, 12)
     added = items(tmp_path)[before:]
     assert [type(item) for item in added] == [VersionAllocated, VersionPublished]  # its weights are served once more
-    longer = finish(Forked(config, "--steps", "3"))
+    longer = finish(Forked(config, *(word for pair in options for word in ("--set", pair)), "--steps", "3"))
     assert (longer["steps"], longer["resumed_from"]) == (3, 2)
+    assert fold(items(tmp_path)).versions[longer["version"]] == (State.PUBLISHED, 3)
     assert not any(isinstance(item, Resumed) for item in items(tmp_path))
     check_store(tmp_path, steps=3)
 
 
-def test_groups_without_contrast_are_skipped_and_counted(config: Path, tmp_path: Path) -> None:
+def test_what_is_not_trained_is_skipped_and_counted(config: Path, tmp_path: Path) -> None:
+    """Groups without contrast, and calls that the trainer cannot compute again: log-probs at any temperature are those of the
+    distribution that was sampled from; of a cut-off one they are not."""
     seen: list[Any] = []
-    settings = load_config(config, ["agent.function=loop_agent:flat", "train.steps=2"])
-    report = train(settings, seen.append, base=tmp_path)
-    assert (report.steps, report.skipped, report.trained_tokens, report.versions) == (2, 2, 0, 0)
-    assert report.untrained == {"group_flat": 4}
+    settings = load_config(config, ["agent.function=loop_agent:untrainable", "proxy.sampling=untrained"])
+    report = train(settings, seen.append, base=tmp_path)  # three steps: each of the six tasks once
+    assert (report.steps, report.skipped, report.trained_tokens, report.versions) == (3, 3, 0, 0)
+    assert report.untrained == {"group_flat": 3, "call_sampling": 18, "run_without_targets": 9}
     skipped = [event for event in seen if isinstance(event, events.StepSkipped)]
-    assert [event.step for event in skipped] == [1, 2]
-    assert "scored 6 of 6 runs (group_flat 2)" in skipped[0].reason
+    assert [event.step for event in skipped] == [1, 2, 3]
+    assert "scored 6 of 6 runs (" in skipped[0].reason
 
 
 def test_an_agent_that_gives_nothing_to_train_ends_training_and_a_corrected_one_goes_on(
     config: Path, tmp_path: Path
 ) -> None:
     """The groups that the wrong ones left are skipped, and are no reason to give up again."""
+    options = ["rollout.staleness=0", "rollout.groups_per_step=1", "train.steps=5"]
 
-    def trained_by(agent: str) -> int:
-        return train(load_config(config, [f"agent.function=loop_agent:{agent}", "train.steps=8"]), base=tmp_path).steps
+    def trained_by(agent: str) -> tuple[int, int]:
+        report = train(load_config(config, [*options, f"agent.function=loop_agent:{agent}"]), base=tmp_path)
+        return report.steps, report.skipped
 
     with pytest.raises(TrainerError, match=r"no run of the last 2 steps has an answer of the policy: .*base_url"):
         trained_by("silent")
     with pytest.raises(TrainerError, match=r"no run of the last 2 steps got a score; .*this agent cannot do anything"):
         trained_by("broken")
-    assert trained_by("agent") == 8
-
-
-def test_an_unscored_evaluation_run_is_repeated_once_and_never_later(config: Path, tmp_path: Path) -> None:
-    """Meanwhile a second trainer on the same folder is refused."""
-    settings = load_config(config, ["agent.function=loop_agent:unscorable", "tasks.options.count=3"])
-    with Stack(settings, base=tmp_path) as stack:
-        with pytest.raises(SettingsError, match=r"output\.dir = .* is in use by another trainer"):
-            Stack(load_config(config), base=tmp_path).__enter__()
-        with pytest.raises(SettingsError, match=r"store\.path = .* is in use by another trainer"):
-            Stack(load_config(config, ["output.dir=elsewhere"]), base=tmp_path).__enter__()
-        first = evaluate(settings, stack.tasks, name="held-out", stack=stack)
-        assert (first.runs, first.scored, first.success) == (3, 0, 0.0)
-        assert len(stack.journal.runs()) == 6
-        assert evaluate(settings, stack.tasks, name="held-out", stack=stack) == first
-        assert len(stack.journal.runs()) == 6
-        with pytest.raises(SettingsError, match="cannot be named 'train'"):
-            evaluate(settings, stack.tasks, name="train", stack=stack)
-
-
-def test_what_the_trainer_cannot_compute_again_is_not_trained_and_counted(config: Path, tmp_path: Path) -> None:
-    """Log-probs at any temperature are those of the distribution that was sampled from; of a cut-off one they are not."""
-    arguments = ["agent.options.temperature=0.5", "agent.options.top_p=0.9", "train.steps=1"]
-    report = train(load_config(config, [*arguments, "proxy.sampling=untrained"]), base=tmp_path)
-    assert report.skipped == 1
-    assert report.untrained["call_sampling"] == 12 and report.untrained["run_without_targets"] == 6
-
-
-def test_interrupting_leaves_a_store_to_resume_from(config: Path, tmp_path: Path) -> None:
-    process = Forked(config)
-    try:
-        wait_for(tmp_path, KILLED_AT["a unit sealed"])
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 130 and "run the same command again to resume" in err
-    assert train(load_config(config), base=tmp_path).steps == 3
-    check_store(tmp_path, steps=3)
+    assert trained_by("agent") == (5, 4)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +290,6 @@ def test_interrupting_leaves_a_store_to_resume_from(config: Path, tmp_path: Path
     [
         (["--set", "train.stepz=3"], "train.stepz = 3 in the arguments: there is no such key; did you mean 'steps'?"),
         (["--set", "agent.function=nowhere:agent"], "there is no module 'nowhere'"),
-        (["--set", "agent.function=loop_agent:nobody"], "has no function 'nobody'"),
         (["--set", "output.dir=loop_agent.py"], "loop_agent.py' cannot be written to: File exists; give a place"),
         (["--set", "tasks.options.count=0"], "tasks.loader = 'loop_agent:tasks' gives no tasks"),
         (["--set", "engine.kind=vllm", "--set", "engine.transport=lora"], "publishes adapters: set policy.lora"),
@@ -335,8 +307,3 @@ def test_a_missing_config_and_a_wrong_option(tmp_path: Path, capsys: pytest.Capt
     assert main([str(tmp_path / "none.toml")]) == 2
     assert "none.toml does not exist" in capsys.readouterr().err
     assert main(["--bogus"]) == 2
-
-
-def test_a_broken_engine_start_says_why(config: Path, tmp_path: Path) -> None:
-    with pytest.raises(TrainerError, match=r"the engine did not start.*engine\.log"):
-        Stack(load_config(config, {"engine.options": ["--device", "cuda:99"]}), base=tmp_path).__enter__()

@@ -23,6 +23,8 @@ def tasks(count=6):
     return [Task(name=f"count-{n}", instruction=f"Say {n}.") for n in range(count)]
 
 def agent(agent, max_tokens=12, temperature=1.0, top_p=1.0):
+    if temperature == 0.75:
+        return  # its task has nothing that could score it
     messages = [{"role": "user", "content": agent.task.instruction}]
     text = ""
     for turn in range(2):
@@ -36,16 +38,16 @@ def agent(agent, max_tokens=12, temperature=1.0, top_p=1.0):
 def broken(agent):
     raise RuntimeError("this agent cannot do anything")
 
-def unscorable(agent):
-    pass  # its task has nothing that could score it
-
 def silent(agent):
     agent.score(0.5)  # and never calls the model
 
-def flat(agent):
-    agent.openai().chat.completions.create(
+def untrainable(agent_):
+    """Groups of one reward, and groups of calls that the trainer cannot compute again."""
+    if int(agent_.task.name[-1]) % 2:
+        return agent(agent_, temperature=0.5, top_p=0.9)
+    agent_.openai().chat.completions.create(
         model="policy", messages=[{"role": "user", "content": "x"}], max_tokens=4)
-    agent.score(0.5)
+    agent_.score(0.5)
 '''
 
 CONFIG = """
