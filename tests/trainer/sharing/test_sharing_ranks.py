@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import threading
@@ -15,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from ranks_kit import together
+from ranks_kit import forking, together
 from sharing_kit import KEY, SECONDS, until
 from tiny_policy import gradient, pure64, relative
 from torch.distributed import TCPStore
@@ -64,10 +63,7 @@ def be_rank(meeting: Meeting, settings: Path, address: tuple[str, int], cell: st
 @contextmanager
 def ranks_of(folder: Path, address: tuple[str, int], cells: list[str]) -> Iterator[None]:
     """The workers of some cells, each of `SIZE` ranks."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["__main__", "pytest", "torch", "gyre_sdk.trainer.sharing.cell_policy", "gyre_sdk.trainer.trainer"]
-    )
+    context = forking()
     stores = [TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) for _ in cells]
     processes = [
         context.Process(
@@ -128,10 +124,12 @@ class Core64:
                     weight.sub_(0.1 * weight.grad)
 
 
-@pytest.mark.parametrize("text", [CONFIG, LORA], ids=["full weights", "adapters"])
-@pytest.mark.parametrize("how", ["copies", "shards"])
+@pytest.mark.parametrize(("text", "how"), [(CONFIG, "shards"), (LORA, "copies")], ids=["shards", "copies of adapters"])
 def test_a_satellite_of_several_ranks_adds_up_to_the_step_of_one_process(tmp_path: Path, text: str, how: str) -> None:
-    """Two batches: it computes units alone, leaves with more at hand, comes back, and shares the rest with the core."""
+    """Two batches: it computes units alone, leaves with more at hand, comes back, and shares the rest with the core.
+
+    Copies of full weights and shards of adapters are what the satellite of the core of several ranks has.
+    """
     config = make_settings(tmp_path, text.replace("save_every = 1", SHARDS) if how == "shards" else text, CELLS)
     seen: list[events.Event] = []
     with Core(key=KEY, observer=seen.append) as core, pure64(), ranks_of(tmp_path, core.address, ["cell-1"]):
