@@ -190,17 +190,17 @@ def test_what_a_subagent_opens_counts_against_it_and_the_inner_limit_may_be_smal
 def test_every_kind_of_client_asks_before_it_calls(service: gyre.ServiceClient, tmp_path: Path) -> None:
     async def async_clients(lane: Any) -> None:
         async with lane.async_openai() as client:
-            with pytest.raises(openai.PermissionDeniedError, match="1 turn$"):
+            with pytest.raises(openai.PermissionDeniedError, match=r"1 turn\b"):
                 await client.responses.create(model="policy", input="Run ls")
         async with lane.async_anthropic() as other:
-            with pytest.raises(anthropic.PermissionDeniedError, match="1 turn$"):
+            with pytest.raises(anthropic.PermissionDeniedError, match=r"1 turn\b"):
                 await other.messages.create(model="policy", max_tokens=8, messages=QUESTION)
 
     with gyre.session(a_task(), service=service, workspace="local") as agent:
         with agent.subagent(limits=Limits(turns=1)) as lane:
             with lane.anthropic() as client:
                 client.messages.create(model="policy", max_tokens=8, messages=QUESTION)  # type: ignore[arg-type]
-                with pytest.raises(anthropic.PermissionDeniedError, match="1 turn$"):
+                with pytest.raises(anthropic.PermissionDeniedError, match=r"1 turn\b"):
                     client.messages.create(model="policy", max_tokens=8, messages=QUESTION)  # type: ignore[arg-type]
             asyncio.run(async_clients(lane))
     assert len(stored(tmp_path)[2]) == 1
@@ -255,7 +255,7 @@ def test_an_async_block_ends_with_the_lanes_own_limit(service: gyre.ServiceClien
 
     hooks = gyre.Hooks(SubagentStop=stops.append)
     with gyre.session(a_task(), service=service, workspace="local", hooks=hooks) as agent:
-        with pytest.raises(gyre.LimitExceeded, match="1 turn$"):
+        with pytest.raises(gyre.LimitExceeded, match=r"1 turn\b"):
             asyncio.run(work(agent))
     assert [stop.outcome for stop in stops] == [Outcome.LIMIT]
 
