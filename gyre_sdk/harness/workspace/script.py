@@ -58,23 +58,24 @@ has_env() {
   return 1
 }
 others() {
-  left=
+  left= deep=
   for p in /proc/[0-9]*; do
     p=${p#/proc/}
     case " 1 $KEEP $$ " in *" $p "*) continue;; esac
     if [ "$HOW" = marked ]; then has_env "$p" "GYRE_WORKSPACE=$W." || continue; fi
     { IFS= read -r st </proc/$p/stat; } 2>/dev/null || continue
-    case ${st##*) } in Z*|X*) continue;; esac
+    case ${st##*) } in Z*|X*) continue;; D*) deep="$deep $p";; esac
     left="$left $p"
   done
 }
 kill_others() {
   k=0
-  while [ $k -lt 150 ]; do
+  while [ $k -lt 150 ] || { [ $k -lt 300 ] && [ "$left" = "$deep" ]; }; do  # what waits for a disk dies once that answers
     if [ "$HOW" = user ]; then kill -9 -1; else others; [ -z "$left" ] || kill -9 $left; fi 2>/dev/null
     others
     [ -z "$left" ] && return 0
     k=$((k+1))
+    [ $k -lt 150 ] || sleep 0.2
     [ $k -gt 3 ] && sleep 0.02
   done
   return 1
@@ -223,6 +224,7 @@ for m in /sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control; 
 done
 STATE=
 [ -z "$AGAIN" ] || STATE=$(state 2>/dev/null)
+{  # read to its end before any of it runs, and so before the first request is sent
 say ready $$ "$SH" $guard $BARE "keep:$KEEP" "left:$left"
 equip
 while IFS=' ' read -r verb id k blocks; do
@@ -237,6 +239,8 @@ while IFS=' ' read -r verb id k blocks; do
   ;;
   esac
 done
+exit
+}
 """
 
 _PLAIN = frozenset((string.ascii_letters + string.punctuation + " ").encode()) - frozenset(b"\\%'")

@@ -29,7 +29,7 @@ from gyre_sdk.harness.workspace.plain import PlainFiles, run_plainly
 from gyre_sdk.harness.workspace.process import RUNNER, NotStarted, Process, running
 from gyre_sdk.harness.workspace.shell import Shell
 from gyre_sdk.harness.workspace.supervision import Supervision
-from gyre_sdk.harness.workspace.supervisor import Running, Supervisor, SupervisorLost
+from gyre_sdk.harness.workspace.supervisor import LATE_S, Running, Supervisor, SupervisorLost
 from gyre_sdk.records import ExecResult, FileInfo
 
 _HELD_PIPE = 0.15
@@ -38,6 +38,8 @@ _LAUNCHER = 5.0
 """Seconds that a launcher may take to do so itself."""
 _LOOK_EVERY = 1.0
 """Seconds without news after which a command's wrapper is looked for: the command may have killed it."""
+_LOST = 10.0
+"""Seconds after which a supervisor that does not answer is given up while there is time."""
 _UNKNOWN: tuple[Kept, Kept] = ((b"", None), (b"", None))
 
 
@@ -185,7 +187,8 @@ class SupervisedWorkspace(Supervision, Files):
                     if ended is not None:
                         break
                     if deadline is None or time.monotonic() < deadline:
-                        before, alone = alone, not supervisor.is_attended(running) and running.events.empty()
+                        wait = _LOST if deadline is None else min(_LOST, max(LATE_S, deadline - time.monotonic()))
+                        before, alone = alone, not supervisor.is_attended(running, wait) and running.events.empty()
                         if before and alone:  # once is not enough: its last words take another way than the answer
                             ended = "its wrapper was killed"
                             supervisor.kill(running.id, running.leader)
@@ -212,6 +215,7 @@ class SupervisedWorkspace(Supervision, Files):
                     raise SupervisorLost(supervisor.heard())
             kept = self._collect(supervisor, running, done, drop)
         except SupervisorLost as lost:
+            timed_out |= ended is None and deadline is not None and time.monotonic() >= deadline
             self._restart(user, supervisor, str(lost))
             kept = _UNKNOWN
         except (Cancelled, KeyboardInterrupt):

@@ -16,6 +16,10 @@ from gyre_sdk.harness.workspace.script import BLOCK, source
 
 _START_S = 20.0
 """Seconds after which a command that did not start, for want of processes, is given up."""
+LATE_S = 5.0
+"""Seconds past a command's timeout after which a supervisor that does not answer, as one that was stopped, is given up."""
+KILLING_S = 90.0
+"""Seconds for the killing of every process, which waits for those that wait for a disk; a supervisor's start may begin with it."""
 _ids = itertools.count(1)
 
 
@@ -100,7 +104,7 @@ class Supervisor:
     """
 
     def __init__(
-        self, channel: Channel, folder: str, *, launcher: bytes | None = None, start_timeout: float = 30.0
+        self, channel: Channel, folder: str, *, launcher: bytes | None = None, start_timeout: float = KILLING_S
     ) -> None:
         nonce = secrets.token_hex(16).encode()
         self.folder = folder
@@ -183,7 +187,7 @@ class Supervisor:
             self._write(head + body)
         return answer
 
-    def is_attended(self, running: Running) -> bool:
+    def is_attended(self, running: Running, timeout: float = 10.0) -> bool:
         """Tell whether the subshell that will report the command's end still lives: the command may have killed it."""
         with self._lock:
             busy = bool(self._answers)
@@ -192,11 +196,11 @@ class Supervisor:
         if busy:
             return True
         state = f"{{ IFS= read -r st </proc/{running.wrapper}/stat; }} 2>/dev/null"
-        return self.ask(f"{state} && case ${{st##*) }} in Z*|X*) false;; *) true;; esac", timeout=10.0)[0] == 0
+        return self.ask(f"{state} && case ${{st##*) }} in Z*|X*) false;; *) true;; esac", timeout=timeout)[0] == 0
 
     def kill(self, id: str, leader: str) -> bool:
         """Kill what a command started: what has its marker or is of its session; False when some of it kept escaping."""
-        return self.ask(f"kill_marked {id} {leader}", timeout=5.0)[0] == 0
+        return self.ask(f"kill_marked {id} {leader}", timeout=LATE_S)[0] == 0
 
     def collect(self, running: Running, *, drop: bool) -> tuple[tuple[bytes, int | None], tuple[bytes, int | None]]:
         """Return (kept bytes, bytes lost or None when unknown) of both outputs.

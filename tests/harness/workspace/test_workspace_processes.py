@@ -289,7 +289,7 @@ def test_an_interrupted_caller_leaves_no_command_behind(workspace, monkeypatch):
     """What Ctrl-C does to a blocking call: raised in the caller's thread, while the command runs."""
     from gyre_sdk.harness.workspace.supervisor import Supervisor
 
-    def interrupted(self, running):
+    def interrupted(self, running, timeout):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Supervisor, "is_attended", interrupted)
