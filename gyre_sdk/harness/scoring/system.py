@@ -18,6 +18,7 @@ import docker
 from docker.errors import APIError, DockerException, NotFound
 
 from gyre_sdk.errors import ScoringError
+from gyre_sdk.harness.workspace.contents import unstarted
 
 MODIFIED, ADDED, DELETED = 0, 1, 2
 """Kinds of the engine's diff."""
@@ -124,8 +125,7 @@ def repair(client: docker.DockerClient, container: str, image: str, programs: Co
 
 
 def _put_back(client: docker.DockerClient, container: str, image: str, paths: Sequence[str]) -> None:
-    source = client.api.create_container(image, command=["true"], labels={"gyre.probe": "image"})["Id"]
-    try:
+    with unstarted(client, image) as source:
         for path in paths:
             try:
                 stream, stat = client.api.get_archive(source, path)
@@ -133,8 +133,6 @@ def _put_back(client: docker.DockerClient, container: str, image: str, paths: Se
                 continue  # below a folder that the image has as something else, which is put back itself
             data = b"".join(stream)
             _place(client, container, path, data, folder=bool(int(stat["mode"]) & _DIRECTORY))
-    finally:
-        client.api.remove_container(source, force=True)
 
 
 def _place(client: docker.DockerClient, container: str, path: str, data: bytes, *, folder: bool) -> None:

@@ -16,6 +16,7 @@ from gyre_sdk.errors import WorkspaceError
 from gyre_sdk.harness.task import Task
 from gyre_sdk.harness.workspace import disk, owner, reaper
 from gyre_sdk.harness.workspace.images import Image, image_missing
+from gyre_sdk.harness.workspace.patience import Patience, passes
 from gyre_sdk.harness.workspace.toolbox import TOOLS_LABEL, Unfit
 
 _SLACK = 900.0
@@ -67,34 +68,41 @@ class Container:
         self.workdir = workdir
         self._started = time.time()
         self.id = ""
-        name = owner.container_name()
+        self._name = ""
         tools = image.labels.get(TOOLS_LABEL)
-        try:
-            with _starts, reaper.starting:
-                reaper.refuse_when_ending()
-                self.id = client.api.create_container(
-                    image.id,
-                    name=name,
-                    entrypoint=[*entrypoint, f"{tools}/sleep" if tools else "sleep"],
-                    command=[str(max(1, int(self.ttl_s)))],
-                    user="0:0",
-                    working_dir=workdir,
-                    network_disabled=network_disabled,
-                    host_config=client.api.create_host_config(**settings),
-                    labels=owner.labels(owner.me(), run=run, deadline=self.deadline, name=name),
-                )["Id"]
-                reaper.watch(id(self), self.remove)
-                disk.guard(client)
-                prepare(self.id)
-                client.api.start(self.id)
-        except ImageNotFound as error:
-            raise image_missing(image.name) from error
-        except DockerException as error:
-            self.remove()
-            raise self._not_started(image.name, settings.get("runtime"), error) from error
-        except BaseException:
-            self.remove()
-            raise
+        settled = {
+            "entrypoint": [*entrypoint, f"{tools}/sleep" if tools else "sleep"],
+            "command": [str(max(1, int(self.ttl_s)))],
+            "user": "0:0",
+            "working_dir": workdir,
+            "network_disabled": network_disabled,
+            "host_config": client.api.create_host_config(**settings),
+        }
+        patience = Patience()
+        while True:
+            try:
+                self._start(image.id, settled, run, prepare)
+                return
+            except ImageNotFound as error:
+                raise image_missing(image.name) from error
+            except DockerException as error:
+                self.remove()  # one that did not start is of no use any more
+                if not (passes(error) and patience.again()):
+                    raise self._not_started(image.name, settings.get("runtime"), error) from error
+            except BaseException:
+                self.remove()
+                raise
+
+    def _start(self, image: str, settled: Mapping[str, Any], run: str, prepare: Callable[[str], None]) -> None:
+        with _starts, reaper.starting:
+            reaper.refuse_when_ending()
+            self._name = name = owner.container_name()
+            labels = owner.labels(owner.me(), run=run, deadline=self.deadline, name=name)
+            self.id = self.client.api.create_container(image, name=name, labels=labels, **settled)["Id"]
+            reaper.watch(id(self), self.remove)
+            disk.guard(self.client)
+            prepare(self.id)
+            self.client.api.start(self.id)
 
     def _not_started(self, image: str, runtime: str | None, error: DockerException) -> WorkspaceError:
         try:
@@ -135,12 +143,18 @@ class Container:
             return 0
 
     def post_mortem(self, detail: str) -> str | None:
-        """Return why the container is dead, or None when it runs."""
+        """Return why the container is dead, or None when it runs.
+
+        Raises:
+            WorkspaceError: the engine is too busy to tell; the container may well run.
+        """
         try:
             state = self.client.api.inspect_container(self.id)["State"]
         except NotFound:
             state = {}
         except (DockerException, OSError) as error:
+            if passes(error):
+                raise WorkspaceError(f"container {self.id[:12]} cannot be looked at: {_said(error)}") from error
             return f"the Docker engine does not answer ({_said(error)})"
         if state.get("Running") and not state.get("Dead"):
             return None
@@ -171,12 +185,8 @@ class Container:
     def remove(self) -> None:
         """Remove the container. Idempotent; an engine that does not answer leaves it to its deadline and to `sweep`."""
         reaper.unwatch(id(self))
-        if not self.id:
-            return
-        try:
-            reaper.remove(self.client, self.id)
-        except (DockerException, OSError):
-            pass
+        if self._name:  # also one whose creation was not answered
+            reaper.remove(self.client, self.id or self._name)
 
 
 class NotAttached(Exception):

@@ -6,25 +6,41 @@ import io
 import posixpath
 import tarfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import docker
-from docker.errors import NotFound
+from docker.errors import DockerException, NotFound
 
-from gyre_sdk.harness.workspace import owner
+from gyre_sdk.errors import WorkspaceError
+from gyre_sdk.harness.workspace import owner, reaper
 
 
 def read_path(client: docker.DockerClient, image: str, path: str) -> bytes | None:
-    """Return what an image has at `path` as a tar whose first entry is that file or folder, or None when it has nothing there."""
+    """Return what an image has at `path` as a tar whose first entry is that file or folder, or None when it has nothing there.
+
+    Raises:
+        WorkspaceError: the engine cannot read it.
+    """
+    with unstarted(client, image) as container:
+        try:
+            stream, _ = client.api.get_archive(container, path)
+            return b"".join(stream)
+        except NotFound:
+            return None
+        except (DockerException, OSError) as error:
+            raise WorkspaceError(f"{path} of image {image[:19]} cannot be read: {error}") from error
+
+
+@contextmanager
+def unstarted(client: docker.DockerClient, image: str) -> Iterator[str]:
+    """Give the id of a container of an image that is there to be read, and never starts."""
     name = owner.container_name()
     labels = owner.labels(owner.me(), run="", deadline=time.time() + 600, name=name)
-    container = client.api.create_container(image, command=["true"], name=name, labels=labels)["Id"]
     try:
-        stream, _ = client.api.get_archive(container, path)
-        return b"".join(stream)
-    except NotFound:
-        return None
+        yield client.api.create_container(image, command=["true"], name=name, labels=labels)["Id"]
     finally:
-        client.api.remove_container(container, force=True)
+        reaper.remove(client, name)
 
 
 def folder_tar(path: str, uid: int, gid: int, mode: int = 0o755) -> bytes:

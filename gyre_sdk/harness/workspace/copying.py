@@ -46,8 +46,9 @@ class Copying:
         target = upper_folder(self._client, container)
         if target is None:
             raise NotHere("the layer of the new container cannot be reached")
-        if self._halted is not None:
-            self._halted.result()
+        if self._halted is None:  # for another container than the first, which did not start
+            self._halted = self._halting.submit(halt, self._client, self._source)
+        self._halted.result()
         self._pid = memory.pid_of(self._client, self._source)
         self._held = memory.filled(self._pid, self._folders)
         copy_tree(self._upper, target)

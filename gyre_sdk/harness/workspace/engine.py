@@ -17,13 +17,14 @@ from docker.transport import UnixHTTPAdapter
 
 from gyre_sdk.errors import WorkspaceError
 from gyre_sdk.harness.workspace import reaper
+from gyre_sdk.harness.workspace.patience import PatientClient
 from gyre_sdk.harness.workspace.sweeping import sweep
 
 DEFAULT_URL = "unix:///var/run/docker.sock"
 POOL_SIZE = 256
 """Connections that a client may hold: every supervisor keeps one."""
 API_TIMEOUT = 120
-"""Seconds of silence after which a request to the engine is given up."""
+"""Seconds of silence after which most requests to the engine are given up; see `patience`."""
 
 _shared: dict[tuple[int, str], docker.DockerClient] = {}
 _sharing = threading.Lock()
@@ -47,7 +48,7 @@ def connect(url: str | None = None) -> docker.DockerClient:
     """
     url = engine_url(url)
     try:
-        client = docker.DockerClient(base_url=url, max_pool_size=POOL_SIZE, timeout=API_TIMEOUT)
+        client = PatientClient(base_url=url, max_pool_size=POOL_SIZE, timeout=API_TIMEOUT)
         if url.startswith("unix://"):
             client.api.mount("http+docker://", _OnePool(f"http+{url}", API_TIMEOUT, max_pool_size=POOL_SIZE))
             client.api.trust_env = False  # a socket has no proxy and no password: not looked for with every request

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 
 import docker
-from docker.errors import APIError, DockerException, NotFound
+from docker.errors import DockerException, NotFound
 
 from gyre_sdk.errors import WorkspaceError
 from gyre_sdk.harness.workspace.owner import NAME, OWNER, RUN, is_stale, me
@@ -23,14 +23,14 @@ _PATIENCE = 10.0
 """Seconds that a signal's clean-up, or somebody else's removal, may take; what is left then ends by its deadline or the next
 sweep."""
 
-_open: dict[int, Callable[[], None]] = {}
+_open: dict[int, Callable[[], object]] = {}
 _engines: set[str] = set()
 _lock = threading.RLock()
 _installed_in: int | None = None
 _ending = False
 
 
-def watch(key: int, close: Callable[[], None]) -> None:
+def watch(key: int, close: Callable[[], object]) -> None:
     """Call `close` when the process ends, by `atexit`, SIGTERM or SIGHUP, unless `unwatch` comes first."""
     global _installed_in
     with _lock:
@@ -173,19 +173,16 @@ starting = _Starting()
 """Entered around the creation of a container: a signal's clean-up waits for those under way."""
 
 
-def remove(client: docker.DockerClient, container: str) -> None:
-    """Remove a container; one that is gone is fine. One that is being removed already is waited for."""
+def remove(client: docker.DockerClient, container: str) -> bool:
+    """Remove a container, by id or name, and tell whether it is gone. One that cannot be removed now ends by its deadline, and is the
+    next sweep's."""
     try:
         client.api.remove_container(container, force=True, v=True)
     except NotFound:
         pass
-    except APIError as error:
-        if error.status_code != 409:
-            raise
-        try:
-            client.api.wait(container, timeout=_PATIENCE, condition="removed")
-        except (DockerException, OSError):
-            pass  # it is gone, or the engine does not get on with it: then it is the next sweep's
+    except (DockerException, OSError):
+        return False
+    return True
 
 
 def sweep_containers(client: docker.DockerClient) -> list[str]:
@@ -196,8 +193,8 @@ def sweep_containers(client: docker.DockerClient) -> list[str]:
     removed = []
     for found in client.api.containers(all=True, filters={"label": RUN}):
         labels = found.get("Labels") or {}
-        if f"/{labels.get(NAME)}" in (found.get("Names") or []) and is_stale(labels):
-            remove(client, found["Id"])
+        mine = f"/{labels.get(NAME)}" in (found.get("Names") or [])
+        if mine and is_stale(labels) and remove(client, found["Id"]):
             removed.append(found["Id"])
     return removed
 

@@ -66,10 +66,7 @@ class Services:
         """Remove them. Idempotent; an engine that does not answer leaves them to their deadline and to `sweep`."""
         reaper.unwatch(id(self))
         for container in self._started.values():
-            try:
-                reaper.remove(self._client, container)
-            except (DockerException, OSError):
-                pass
+            reaper.remove(self._client, container)
         self._started.clear()
 
     def _start(self, service: Service, task: Task, run: str, deadline: float) -> None:

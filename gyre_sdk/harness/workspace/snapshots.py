@@ -13,12 +13,12 @@ import secrets
 import tarfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import IO
 
 import docker
-from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+from docker.errors import DockerException
 from docker.types import LogConfig
 
 from gyre_sdk.errors import WorkspaceError
@@ -85,29 +85,29 @@ def take(
     Raises:
         WorkspaceError: it holds too much, or the engine refused.
     """
-    changed = client.api.containers(all=True, filters={"id": container}, size=True)
-    if changed and int(changed[0].get("SizeRw") or 0) > LIMIT:
-        raise memory.too_large([f"workspace {container[:12]}"], LIMIT)
-    make_room(client)
     name = f"{REPOSITORY}:{secrets.token_hex(6)}"
-    labels = owner.labels(owner.me(), run="", deadline=deadline) | {
-        **labels,
-        SNAPSHOT: name,
-        USER_LABEL: image.user,
-        KEEP: "1" if keep else "",
-        CREATED: f"{time.time():.3f}",
-        BASE: str(client.api.inspect_image(image.id)["Size"]),
-        MEMORY: "",
-    }
 
     def commit(what: str) -> None:
         repository, _, tag = name.partition(":")
-        settings = {"Labels": labels, "Cmd": ["sh"], "Entrypoint": [], "User": image.user, "WorkingDir": image.workdir}
+        settings = {"Labels": marks, "Cmd": ["sh"], "Entrypoint": [], "User": image.user, "WorkingDir": image.workdir}
         client.api.commit(what, repository=repository, tag=tag, conf=settings)
 
     with ExitStack() as undone:
         undone.callback(remove, client, name)
         try:
+            changed = client.api.containers(all=True, filters={"id": container}, size=True)
+            if changed and int(changed[0].get("SizeRw") or 0) > LIMIT:
+                raise memory.too_large([f"workspace {container[:12]}"], LIMIT)
+            make_room(client)
+            marks = owner.labels(owner.me(), run="", deadline=deadline) | {
+                **labels,
+                SNAPSHOT: name,
+                USER_LABEL: image.user,
+                KEEP: "1" if keep else "",
+                CREATED: f"{time.time():.3f}",
+                BASE: str(client.api.inspect_image(image.id)["Size"]),
+                MEMORY: "",
+            }
             if not read_only:
                 client.api.put_archive(
                     container, posixpath.dirname(SUPERVISOR_FOLDER), folder_tar(SUPERVISOR_FOLDER, 0, 0, 0o1777)
@@ -119,8 +119,8 @@ def take(
             with archive:
                 stale = _stale(client, image, archive, sorted(folders))
                 if held or stale or read_only:
-                    labels[MEMORY] = " ".join(held)
-                    _add(client, image.id if read_only else name, archive, stale, labels[owner.RUN], commit)
+                    marks[MEMORY] = " ".join(held)
+                    _add(client, image.id if read_only else name, archive, stale, marks[owner.RUN], commit)
         except DockerException as error:
             raise WorkspaceError(f"no snapshot of workspace {container[:12]} can be made: {error}") from error
         undone.pop_all()
@@ -203,14 +203,9 @@ def _stale(client: docker.DockerClient, image: Image, archive: IO[bytes], folder
 
 
 def remove(client: docker.DockerClient, name: str) -> None:
-    """Remove a snapshot; one that is gone, or in use by a container, is left to `sweep`."""
-    try:
+    """Remove a snapshot; one that a container uses, or that cannot be removed now, is left to `sweep`."""
+    with suppress(DockerException, OSError):
         client.api.remove_image(name)
-    except (ImageNotFound, NotFound):
-        pass
-    except APIError as error:
-        if error.status_code != 409:
-            raise
 
 
 def snapshots(client: docker.DockerClient) -> list[Snapshot]:

@@ -11,8 +11,9 @@ from typing import ClassVar, NoReturn, Self
 from gyre_sdk.errors import WorkspaceError, WorkspaceUnavailable
 from gyre_sdk.harness.workspace.channel import Channel
 from gyre_sdk.harness.workspace.launcher import launcher
+from gyre_sdk.harness.workspace.patience import Patience, passes
 from gyre_sdk.harness.workspace.plain import PlainFiles
-from gyre_sdk.harness.workspace.supervisor import Supervisor, SupervisorLost, SupervisorUnfit
+from gyre_sdk.harness.workspace.supervisor import KILLING_S, Supervisor, SupervisorLost, SupervisorUnfit
 from gyre_sdk.harness.workspace.toolbox import Unfit
 
 _DYING = re.compile(r"stopped state|not running|no such (container|process)|is restarting|ended at once", re.IGNORECASE)
@@ -96,7 +97,7 @@ class Supervision:
         if only is None or len(self._supervisors) > 1 or not (only.alive and only.guarded):
             return False
         try:
-            return only.ask("L=; kill_others && equip", timeout=15.0)[0] == 0
+            return only.ask("L=; kill_others && equip", timeout=KILLING_S)[0] == 0
         except SupervisorLost:
             return False
 
@@ -127,7 +128,7 @@ class Supervision:
     def _kill_everything(self, supervisor: Supervisor, user: str) -> Supervisor:
         """The last resort at a timeout: every process of the user dies."""
         try:
-            supervisor.ask("kill_others", timeout=15.0)
+            supervisor.ask("kill_others", timeout=KILLING_S)
         except SupervisorLost as lost:
             return self._restart(user, supervisor, str(lost))
         return supervisor
@@ -149,21 +150,26 @@ class Supervision:
             return current
 
     def _open(self, user: str, keep: str) -> Supervisor:
-        try:
-            supervisor = self._start_supervisor(user, keep)
-        except SupervisorUnfit as unfit:
-            raise Unfit(
-                f"the image of workspace {self.id} lacks{unfit}; commands are run with these: add them to the image"
-                " (coreutils, util-linux and tar, or busybox)",
-                has_shell=True,
-            ) from unfit
-        except SupervisorLost as lost:
-            self._await_death(str(lost))
-            kind = Unfit if _NO_SHELL.search(str(lost)) else WorkspaceError
-            raise kind(
-                f"no command can run as user {user!r} in workspace {self.id}: {lost}; check that the user exists in the"
-                " image and that the image has a POSIX shell"
-            ) from lost
+        patience = Patience()
+        while True:
+            try:
+                supervisor = self._start_supervisor(user, keep)
+                break
+            except SupervisorUnfit as unfit:
+                raise Unfit(
+                    f"the image of workspace {self.id} lacks{unfit}; commands are run with these: add them to the image"
+                    " (coreutils, util-linux and tar, or busybox)",
+                    has_shell=True,
+                ) from unfit
+            except SupervisorLost as lost:
+                self._await_death(str(lost))
+                if passes(lost) and patience.again():
+                    continue
+                kind = Unfit if _NO_SHELL.search(str(lost)) else WorkspaceError
+                raise kind(
+                    f"no command can run as user {user!r} in workspace {self.id}: {lost}; check that the user exists in the"
+                    " image and that the image has a POSIX shell"
+                ) from lost
         if self._keep == "first" and user == self.user:
             self._keep = supervisor.keep.strip() or "1"
         return supervisor

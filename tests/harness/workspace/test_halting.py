@@ -1,4 +1,4 @@
-"""Snapshots and forks of a container whose process waits for a slow disk: the runtime gives up freezing it, and is asked again."""
+"""Workspaces whose process waits for a slow disk: nothing can freeze or kill it before that answers, and it is waited for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from gyre_sdk.errors import WorkspaceError
 from gyre_sdk.harness.task import Task
-from gyre_sdk.harness.workspace import DockerWorkspace, halting, snapshots
+from gyre_sdk.harness.workspace import DockerWorkspace, patience
 
 pytestmark = pytest.mark.docker
 
@@ -41,13 +41,6 @@ def slow(docker_client, base_image):
         yield workspace
 
 
-def test_a_snapshot_waits_until_the_disk_answers(slow, docker_client):
-    slow.exec(WRITE.format(size=24))
-    name = slow.snapshot()
-    snapshots.remove(docker_client, name)
-    assert slow.exec("echo on").stdout == "on\n"
-
-
 def test_a_fork_waits_until_the_disk_answers(slow):
     slow.exec("echo here >kept; " + WRITE.format(size=24))
     with slow.fork() as fork:
@@ -56,11 +49,15 @@ def test_a_fork_waits_until_the_disk_answers(slow):
 
 
 def test_a_disk_that_does_not_answer_is_told(slow, monkeypatch):
-    monkeypatch.setattr(halting.halt, "__defaults__", (0.5,))
+    monkeypatch.setattr(patience, "PATIENCE", 0.5)
     slow.exec(WRITE.format(size=64))
     for use in (slow.snapshot, slow.fork):
-        with pytest.raises(
-            WorkspaceError, match=r"could not be halted for 0.5 s: one of them may wait for a disk; try again"
-        ):
+        with pytest.raises(WorkspaceError, match=r"could not be halted: one of them may wait for a disk; try again"):
             use()
+    assert slow.exec("echo on").stdout == "on\n"
+
+
+def test_the_end_of_a_run_waits_until_the_disk_answers(slow):
+    slow.exec(WRITE.format(size=72))
+    slow.kill_all()
     assert slow.exec("echo on").stdout == "on\n"

@@ -159,8 +159,7 @@ class Helper:
         for stream in streams:
             stream.close()
         if self.id:
-            with contextlib.suppress(DockerException, OSError):
-                reaper.remove(self._client, self.id)
+            reaper.remove(self._client, self.id)
 
     def _heard(self, kind: int, data: bytes) -> None:
         if kind == 0:
@@ -241,7 +240,7 @@ def start_helper(
     *,
     run: str,
     deadline: float,
-    close: Callable[[], None],
+    close: Callable[[], object],
     key: int,
     user: str = "65534:65534",
     networking: Any = None,
