@@ -21,7 +21,7 @@ from gyre_sdk.events import Event, RunEnded
 from gyre_sdk.harness.scoring import POLICY, Retry, evaluate, outcome, stands
 from gyre_sdk.harness.scoring.run import START_RETRIES
 from gyre_sdk.harness.task import Artifact, Task
-from gyre_sdk.harness.workspace import DockerWorkspace, WorkspacePool
+from gyre_sdk.harness.workspace import DockerWorkspace, WorkspacePool, files
 from gyre_sdk.journal import Journal
 from gyre_sdk.records import End, RunRecord, RunStatus, Score, ScoreStatus
 
@@ -187,7 +187,9 @@ def test_evaluations_that_die_are_no_reward(
 
 
 @pytest.mark.docker
-def test_a_verifier_of_its_own_sees_the_artifacts_alone(docker_client: Any, base_image: str) -> None:
+def test_a_verifier_of_its_own_sees_the_artifacts_alone(
+    docker_client: Any, base_image: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     docker_client.images.get(base_image).tag("gyre/test-verifier", "1")
     test = """
     ls -A /workspace /workspace/out | tr '\\n' ' '
@@ -211,9 +213,14 @@ def test_a_verifier_of_its_own_sees_the_artifacts_alone(docker_client: Any, base
                 " ln -s /usr/bin/python3 python; ln -s number same"  # as in a virtual environment
             )
             found = evaluate(task, workspace, retries=0)
+            monkeypatch.setattr(files, "DOWNLOAD_LIMIT", 65536)
+            workspace.exec("head -c 99999 /dev/zero >out/much")
+            unread = evaluate(task, workspace, retries=0)
     finally:
         docker_client.images.remove("gyre/test-verifier:1", noprune=True)
     assert found.reward == 3.0, found
+    assert (unread.reward, unread.status) == (None, ScoreStatus.FAILED)
+    assert "'/workspace/out' cannot be downloaded" in unread.explanation  # which is not as if it were not there
     left = ["number", "pipe", "python", "same", "twin"]
     assert found.output.split() == ["/workspace:", "out", "/workspace/out:", *left, "1234", "drwxr-xr-x"]
 

@@ -8,12 +8,12 @@ workspace itself, as it is after the agent's processes are dead.
 from __future__ import annotations
 
 import posixpath
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 import docker
-from docker.errors import DockerException
 
 from gyre_sdk.errors import ScoringError, WorkspaceError, WorkspaceUnavailable
 from gyre_sdk.harness.ports import Workspace
@@ -119,8 +119,7 @@ class Retained:
             if isinstance(place, DockerWorkspace):
                 place.enter("agent")
         if self.snapshot is not None and self.client is not None and not keep:
-            with suppress(DockerException, OSError):  # its deadline, or the next sweep, removes it then
-                remove(self.client, self.snapshot)
+            remove(self.client, self.snapshot)
 
 
 def retain(task: Task, workspace: Workspace, seal: Seal | None, *, keep: bool = False) -> Retained:
@@ -209,6 +208,8 @@ def _collect(task: Task, workspace: DockerWorkspace) -> list[tuple[bytes, str]]:
         except WorkspaceUnavailable:
             raise
         except WorkspaceError:
+            if workspace.exec(f"[ -e {shlex.quote(path)} ]", cwd="/").exit_code == 0:
+                raise
             continue  # the agent did not make it: what that is worth, the tests say
     if not found and not task.artifacts:
         raise ScoringError(

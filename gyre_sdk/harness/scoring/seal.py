@@ -57,7 +57,7 @@ def take_seal(task: Task, workspace: Workspace, *, workdir: str) -> Seal | None:
     Raises:
         WorkspaceError: the workspace could not be asked.
     """
-    places = workspace.exec(f"set -- {shlex.quote(workdir)}\n{_PLACES}", timeout=_SECONDS).stdout.split("\n")
+    places = _done(workspace, f"set -- {shlex.quote(workdir)}\n{_PLACES}", cwd=None).stdout.split("\n")
     work, home, *rest = [*places, "", ""]
     work = work or workdir
     programs = frozenset(line[1:] for line in rest if line.startswith("="))
@@ -104,16 +104,14 @@ def undo(task: Task, workspace: Workspace, seal: Seal) -> list[Change]:
             _put_back(workspace, change.path, seal.contents[change.path])
     unset = [one.path for one in done if one.do is Do.UNSET]
     for part in _batches(unset):
-        workspace.exec(f"chmod u-s,g-s -- {part}", timeout=_SECONDS, cwd="/")
+        _done(workspace, f"chmod u-s,g-s -- {part}")
     return done
 
 
 def drop_caches(workspace: Workspace, workdir: str) -> None:
     """Remove Python's compiled files: one with a forged time stamp would be run in place of its source."""
     work = shlex.quote(workdir)
-    workspace.exec(
-        f"find -H {work} -name __pycache__ -type d -prune -exec rm -rf {{}} + 2>/dev/null", timeout=_SECONDS, cwd="/"
-    )
+    _done(workspace, f"find -H {work} -name __pycache__ -type d -prune -exec rm -rf {{}} + 2>/dev/null")
 
 
 def _look(task: Task, workspace: Workspace, seal: Seal) -> dict[str, dict[str, str]] | None:
@@ -121,7 +119,7 @@ def _look(task: Task, workspace: Workspace, seal: Seal) -> dict[str, dict[str, s
     names = [name for name in task.test_files() if not name.startswith("/")] if task.tests is not None else []
     tests = [posixpath.join(seal.workdir, folder, name) for name in names for folder in ("", "tests", "test")]
     script = listing(seal.workdir, seal.homes, seal.path, protected, tests)
-    done = workspace.exec(script, timeout=_SECONDS, cwd="/")
+    done = _done(workspace, script)
     if done.exit_code == 9:
         return None
     return parse(_decoded(done))
@@ -138,7 +136,7 @@ def _contents(workspace: Workspace, paths: Sequence[str]) -> dict[str, Kept]:
             f' {{ [ -L "$f" ] || [ "$(stat -c %s "$f")" -le {CONTENT_LIMIT} ]; }} 2>/dev/null && set -- "$@" "$f"; done\n'
             '[ $# = 0 ] || tar -cf - -- "$@" 2>/dev/null | base64'
         )
-        done = workspace.exec(script, timeout=_SECONDS, cwd="/")
+        done = _done(workspace, script)
         if done.truncated:
             continue  # too much to keep: what is changed of these is taken away rather than put back
         data = _decoded(done)
@@ -158,7 +156,7 @@ def _put_back(workspace: Workspace, path: str, kept: Kept) -> None:
     if kept.link is None:
         workspace.write(path, kept.data, mode=kept.mode)
     else:
-        workspace.exec(f"ln -s -- {shlex.quote(kept.link)} {shlex.quote(path)}", timeout=_SECONDS, cwd="/")
+        _done(workspace, f"ln -s -- {shlex.quote(kept.link)} {shlex.quote(path)}")
 
 
 def _put_back_section(workspace: Workspace, seal: Seal, change: Change) -> Change | None:
@@ -181,10 +179,9 @@ def _put_back_section(workspace: Workspace, seal: Seal, change: Change) -> Chang
 
 def _remove(task: Task, workspace: Workspace, paths: Sequence[str]) -> None:
     for part in _batches(paths):
-        done = workspace.exec(
+        done = _done(
+            workspace,
             f'rm -rf -- {part}; for f in {part}; do [ -e "$f" ] || [ -L "$f" ] || continue; printf \'%s \' "$f"; done',
-            timeout=_SECONDS,
-            cwd="/",
         )
         if done.stdout:
             raise ScoringError(f"task {task.name!r}: {done.stdout[:300]} cannot be taken away; the run is unscored")
@@ -195,11 +192,16 @@ def _batches(paths: Sequence[str]) -> Iterable[str]:
         yield " ".join(shlex.quote(path) for path in paths[start : start + _BATCH])
 
 
-def _decoded(done: ExecResult) -> bytes:
-    if done.timed_out:
+def _done(workspace: Workspace, script: str, *, cwd: str | None = "/") -> ExecResult:
+    done = workspace.exec(script, timeout=_SECONDS, cwd=cwd)
+    if done.timed_out:  # what was done by half must not pass for done
         raise WorkspaceError(
-            f"it did not list its watched files within {_SECONDS:.0f} s; the machine may be overloaded"
+            f"its watched files could not be gone through within {_SECONDS:.0f} s: they are too many, or the machine is overloaded"
         )
+    return done
+
+
+def _decoded(done: ExecResult) -> bytes:
     if done.truncated:
         raise WorkspaceError("it has too many files that are watched (conftest.py, .pth, git hooks and their like)")
     try:
