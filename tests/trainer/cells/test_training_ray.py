@@ -41,7 +41,7 @@ def test_the_trainer_is_killed_and_then_a_node(tmp_path: Path) -> None:
     with ray_kit.cluster(3) as cluster:
         config, options = (
             make_training(tmp_path, text + CELLS),
-            [f"cells.ray_address={cluster.address}", "train.steps=5"],
+            [f"cells.ray_address={cluster.address}", "train.steps=4"],
         )
         process = Forked(config, *(word for option in options for word in ("--set", option)))
         try:
@@ -55,7 +55,7 @@ def test_the_trainer_is_killed_and_then_a_node(tmp_path: Path) -> None:
 
         def watch(event: Any) -> None:
             seen.append(event)
-            if isinstance(event, events.StepTaken) and event.step == 4:
+            if isinstance(event, events.StepTaken) and event.step == 3:
                 place = ray_kit.parent(ray_kit.parent(stack.pids()["cell-1-replica"]))
                 (node,) = [one for one in cluster.worker_nodes if ray_kit.raylet(one) == place]
                 killed.append(node)
@@ -74,8 +74,8 @@ def test_the_trainer_is_killed_and_then_a_node(tmp_path: Path) -> None:
         with ray_kit.connected(cluster.address):
             ray_kit.eventually(lambda: ray_kit.groups() == [] == ray_kit.wardens())
     assert len(killed) == 1
-    assert (report.steps, report.skipped) == (5, 0)
-    check_store(tmp_path, steps=5)
+    assert (report.steps, report.skipped) == (4, 0)
+    check_store(tmp_path, steps=4)
     assert {run.status for run in runs(tmp_path) if run.run in went_on} <= {RunStatus.COMPLETED}
     assert folder.is_relative_to(tmp_path)  # where every node can read it
     assert {event.cell for event in seen if isinstance(event, events.UnitsCommitted)} >= {"cell-0"}
