@@ -73,7 +73,7 @@ def evaluate(
     """
     check_purpose(config, name)
     if stack is None:
-        with Stack(config, observer, base=base) as own:
+        with Stack(config, observer, base=base, trains=False) as own:
             return evaluate(config, tasks, name=name, temperature=temperature, stack=own)
     options = {} if temperature is None else {"temperature": temperature}
     missing = unmeasured(stack.journal, name, tasks)

@@ -65,10 +65,11 @@ def _guarded(config: Path, pairs: list[str], plain: bool, as_json: bool, evaluat
 
 def _run(path: Path, pairs: list[str], plain: bool, as_json: bool, evaluation: str | None) -> int:
     from gyre_sdk.trainer.config import load_config
+
+    config = load_config(path, pairs)
     from gyre_sdk.trainer.purpose import check_packages, check_purpose
     from gyre_sdk.trainer.team import follow, join, place
 
-    config = load_config(path, pairs)
     check_packages()
     quiet_libraries()
     where = place(os.environ)
@@ -88,7 +89,9 @@ def _run(path: Path, pairs: list[str], plain: bool, as_json: bool, evaluation: s
     with ExitStack() as cleanup:
         try:
             observer = cleanup.enter_context(_view(plain))
-            stack = cleanup.enter_context(Stack(config, observer, base=path.resolve().parent))
+            stack = cleanup.enter_context(
+                Stack(config, observer, base=path.resolve().parent, trains=evaluation is None)
+            )
         except BaseException as error:
             if ranks is not None:
                 ranks.fail(f"{type(error).__name__}: {error}")

@@ -8,7 +8,6 @@ and the policy of the newest whole checkpoint is served, under a version number 
 from __future__ import annotations
 
 import fcntl
-import importlib
 import logging
 import shutil
 import sys
@@ -50,6 +49,7 @@ from gyre_sdk.trainer.identity import check_policy, cluster_name, training_id
 from gyre_sdk.trainer.keys import kept_key
 from gyre_sdk.trainer.ledger import Ledger, VersionPublished
 from gyre_sdk.trainer.lingering import Linger
+from gyre_sdk.trainer.loading import load
 from gyre_sdk.trainer.processes import Child, ChildSpec
 from gyre_sdk.trainer.publish import PATIENCE, Publisher
 from gyre_sdk.trainer.recovery import Recovery, recover
@@ -75,14 +75,23 @@ class Stack:
         config: the settings.
         observer: learns what happens.
         base: folder of the config file, where modules named in it may lie.
+        trains: it is to train too: what that takes is loaded while the processes start.
 
     Raises:
         SettingsError: the config names something that is not there, or another trainer uses its output folder.
         TrainerError: a process did not start.
     """
 
-    def __init__(self, config: TrainerConfig, observer: Observer = unobserved, *, base: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: TrainerConfig,
+        observer: Observer = unobserved,
+        *,
+        base: Path | None = None,
+        trains: bool = True,
+    ) -> None:
         self.config = config
+        self._trains = trains
         self.observer: Observer = Fanout(observer)
         self.base = (base or Path.cwd()).resolve()
         self.checkpoints = config.output.dir / "checkpoints"
@@ -169,6 +178,7 @@ class Stack:
 
     def _start(self) -> None:
         config = self.config
+        size = _weights_size(config.policy.model)
         self.tasks = load_tasks(config.tasks, self.base)
         self._hold(config.output.dir / "lock", "output.dir", config.output.dir)
         store = store_file(config.store.path)
@@ -198,7 +208,6 @@ class Stack:
         check_policy(config.output.dir, config.policy.model, fresh=not self.ledger.state.groups)
         self.recovery = recover(self.ledger.state, whole(self.ledger.state))
         alone = config.cells is None or config.cells.ray_address is None
-        size = _weights_size(config.policy.model)
         folder = WeightFolder(config.policy.model, config.output.dir, size, memory=alone)
         self._cleanup.callback(folder.remove)
         transport = make(choose(config), folder, config.policy.model, training_id(config.output.dir))
@@ -219,8 +228,8 @@ class Stack:
         started = self._replicas(transport.name)
         proxy = self._child(proxy_spec(config, key_file, self._linger, lambda url: tell_again(self.publisher)))
         self._meet(agents, agents_key.encode(), settings)
-        if config.engine.publish:
-            importlib.import_module("gyre_sdk.trainer.trainer")  # loads torch and trl while the processes start
+        if config.engine.publish:  # loads torch, and trl, while the processes start
+            load("gyre_sdk.trainer.trainer" if self._trains else "gyre_sdk.trainer.engines.fingerprint")
         for one in started:
             one.wait()  # all of them first: one may move to another place while the others start
         self.replicas = [one.wait() for one in started] or [str(config.engine.url)]

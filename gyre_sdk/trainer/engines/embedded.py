@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gyre_sdk.errors import EngineError
+from gyre_sdk.trainer.loading import load
 
 __all__ = ["main"]
 
@@ -66,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 async def _serve(options: argparse.Namespace) -> None:
+    load("gyre_sdk.trainer.engines.server")
     import torch
     from aiohttp import web
 
