@@ -16,6 +16,7 @@ from proxy_engine import Done, Error, Finish, Hangup, ScriptedEngine, Status, St
 from proxy_kit import ProxyProcess, content_of, running, sse
 from proxy_toy import toy_template
 from test_fidelity_cases import case, check_path, scripted
+from test_retries import wait_for
 
 from gyre_sdk.records import CallStatus, VersionSpan
 
@@ -156,17 +157,24 @@ def test_a_broken_stream_is_continued_on_another_replica(
 @pytest.mark.parametrize("stream", [False, True])
 def test_without_another_replica_the_agent_gets_an_error(model: Path, tmp_path: Path, stream: bool) -> None:
     """proxy-done-without-finish, without engine b: an error and no end marker; the ids stay on record."""
-    holder: list[ScriptedEngine] = []
+    fell = threading.Event()
 
     def play(request: dict[str, Any], number: int) -> list[Step]:
-        holder[0].healthy = False
-        return [Tokens([331, 32, 333]), Wait(0.3), Error(), Done()] if number == 1 else [Status(503)]
+        return [Tokens([331, 32, 333]), Wait(fell), Error(), Done()] if number == 1 else [Status(503)]
 
     with ScriptedEngine(play) as engine:
-        holder.append(engine)
         with running(model, tmp_path / "s.db", engine.url, template=toy_template(PIECES), patience=0.4) as proxy:
             access = proxy.run()
+
+            def fall() -> None:
+                wait_for(lambda: any(len(call.sampled_ids) == 3 for call in proxy.calls()))
+                engine.healthy = False
+                fell.set()
+
+            falling = threading.Thread(target=fall)
+            falling.start()
             answer = proxy.chat(access, {"messages": HELLO, "max_tokens": 20, "stream": stream})
+            falling.join()
             [call] = proxy.calls()
     if stream:
         events = sse(answer.text)
