@@ -17,6 +17,7 @@ from proxy_engine import ScriptedEngine, say
 from proxy_kit import Proxy, running
 from proxy_toy import toy_template
 from test_openapi import operations
+from test_retries import wait_for
 from wire_kit import Reply, exchange, request
 
 from gyre_sdk.journal import Journal
@@ -92,10 +93,12 @@ class World:
         self.proxy.control.put("/replicas", json={"replicas": [{"url": self.engine.url}]})
 
     def lives(self) -> None:
-        """Check that a normal call is served, whatever came before."""
+        """Check that a normal call is served, whatever came before; it waits for the replica to be found well again."""
         self.restore()
         self.open()
-        answer = self.proxy.chat(self.access, {"messages": [{"role": "user", "content": "x"}]})
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        wait_for(lambda: self.proxy.chat(self.access, body).status_code != 503)
+        answer = self.proxy.chat(self.access, body)
         assert answer.status_code == 200, answer.text
 
 
