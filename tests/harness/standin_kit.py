@@ -96,6 +96,9 @@ def _furnish(tree: Path) -> None:
     pip = (sys.executable, "-m", "pip", "--quiet", "install", "--no-compile", "--python-version", "3.11")
     _run(*pip, "--only-binary=:all:", "--target", str(site), *IN_SYSTEM)
     shutil.rmtree(site / "bin", ignore_errors=True)
+    # by the tree's own Python: else each service compiles all that it imports at each start, longer than its health check waits
+    compiled = ("-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash")
+    _run("chroot", str(tree), "/usr/bin/python3", *compiled, "/" + str(site.relative_to(tree)))
     (tree / "usr/lib/python3.11/EXTERNALLY-MANAGED").unlink(missing_ok=True)
     (tree / "usr/local/bin/python").symlink_to("/usr/bin/python3")
     program = tree / "usr/local/bin/pip"

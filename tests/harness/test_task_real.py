@@ -53,7 +53,7 @@ def findings(docker_client) -> dict[str, list[Finding]]:
         test_command="python -m pytest -rA --tb=no -p no:cacheprovider {files}",
     )
     tasks[INSTANCE] = TaskSet.load(DATA / "swebench" / "swebench_verified_5_rows.jsonl", swebench=options)[INSTANCE]
-    with ThreadPoolExecutor(4) as running:
+    with ThreadPoolExecutor(2) as running:
         return dict(zip(tasks, running.map(lambda task: list(check_task(task)), tasks.values()), strict=True))
 
 
