@@ -369,11 +369,6 @@ class Ledger:
             apply(self.state, item)
             self._journal.append(STREAM, type(item).__name__, item, at=at).result()
 
-    def unused(self) -> list[str]:
-        """Return groups that no step of the lineage has taken, in the order planned."""
-        with self._adding:
-            return self.state.unused()
-
     def awaited(self, step: int, per_step: int, later: int) -> list[str]:
         """Return the groups that training waits for (`LedgerState.awaited`)."""
         with self._adding:

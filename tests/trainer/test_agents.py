@@ -299,7 +299,7 @@ def test_runs_of_a_trainer_that_was_killed_go_on_and_the_next_one_takes_them_up(
         trainer.kill()
         trainer.wait()
         ledger = Ledger(place.journal)
-        (group,) = ledger.unused()
+        (group,) = ledger.state.unused()
         planned = ledger.state.groups[group]
         assert (planned.task, planned.members, planned.closed) == ("hold", 4, None)
         (place.folder / "go").touch()  # one may end before anybody is there to learn of it

@@ -126,7 +126,7 @@ def test_how_far_ahead(staleness: int, publish_every: int, step: int, used: int,
 def test_groups_close_and_are_handed_over(world: World) -> None:
     rollouts = world.rollouts()
     rollouts.start(0)
-    groups = world.ledger.unused()[:2]
+    groups = world.ledger.state.unused()[:2]
     assert groups == ["group-000000", "group-000001"]
     closed = {item.group: item for item in rollouts.closed(groups)}
     assert set(closed) == set(groups)
@@ -168,7 +168,7 @@ def test_dispatch_waits_for_publication(world: World) -> None:
     rollouts.start(0)
     list(rollouts.closed(["group-000003"]))
     assert world.ledger.state.next_group == 4
-    world.step(1, world.ledger.unused()[:2])
+    world.step(1, world.ledger.state.unused()[:2])
     assert world.ledger.state.next_group == 4  # a step alone allows nothing: its weights are not served yet
     rollouts.advance(1)
     assert world.ledger.state.next_group == 6
@@ -179,7 +179,7 @@ def test_dispatch_waits_for_publication(world: World) -> None:
 def test_nothing_is_planned_that_no_step_will_use(world: World) -> None:
     rollouts = world.rollouts(steps=1, staleness=5)
     rollouts.start(0)
-    list(rollouts.closed(world.ledger.unused()[:2]))
+    list(rollouts.closed(world.ledger.state.unused()[:2]))
     assert world.ledger.state.next_group == 2
 
 
@@ -193,7 +193,7 @@ def test_a_failing_run_never_stops_the_loop(world: World, error: BaseException) 
     world.behave = behave
     rollouts = world.rollouts()
     rollouts.start(0)
-    for closed in rollouts.closed(world.ledger.unused()[:2]):
+    for closed in rollouts.closed(world.ledger.state.unused()[:2]):
         assert closed.rewards == [0.0, None, 2.0]
 
 
@@ -208,7 +208,7 @@ def test_a_service_that_cannot_be_reached_is_tried_again(world: World) -> None:
     world.behave = behave
     rollouts = world.rollouts(steps=1, concurrency=6)
     rollouts.start(0)
-    closed = list(rollouts.closed(world.ledger.unused()[:2]))
+    closed = list(rollouts.closed(world.ledger.state.unused()[:2]))
     assert all(item.rewards == [0.0, 1.0, 2.0] for item in closed) and len(failed) == 6
 
 
@@ -220,7 +220,7 @@ def test_a_run_that_is_recorded_is_not_repeated_by_a_service_error(world: World)
     world.behave = behave
     rollouts = world.rollouts(steps=1, concurrency=6)
     rollouts.start(0)
-    closed = list(rollouts.closed(world.ledger.unused()[:2]))
+    closed = list(rollouts.closed(world.ledger.state.unused()[:2]))
     assert all(item.rewards == [None, None, None] for item in closed) and len(world.ran) == 6
 
 
@@ -324,7 +324,7 @@ def test_those_who_wait_learn_that_a_process_was_given_up(world: World) -> None:
     world.made.append(rollouts)
     rollouts.start(0)
     with pytest.raises(TrainerError, match="died 5 times"):
-        list(rollouts.closed(world.ledger.unused()[:2]))
+        list(rollouts.closed(world.ledger.state.unused()[:2]))
 
 
 def test_those_who_wait_learn_that_a_group_cannot_close(world: World) -> None:
@@ -340,7 +340,7 @@ def test_those_who_wait_learn_that_a_group_cannot_close(world: World) -> None:
     rollouts.start(0)
     started.set()
     with pytest.raises(TrainerError, match="a run could not be counted: JournalError"):
-        list(rollouts.closed(world.ledger.unused()[:2]))
+        list(rollouts.closed(world.ledger.state.unused()[:2]))
 
 
 def test_rollouts_never_load_torch() -> None:

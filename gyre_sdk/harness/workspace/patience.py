@@ -134,9 +134,7 @@ class PatientAPI(docker.APIClient):  # type: ignore[misc]
                 ) from error
             except requests.exceptions.ConnectionError as error:
                 below = _below(error)
-                full = any(
-                    isinstance(one, BlockingIOError) for one in below
-                )  # its queue of connections: nothing was sent
+                full = any(isinstance(one, BlockingIOError) for one in below)  # no room in its queue: nothing was sent
                 broke = any(isinstance(one, ConnectionResetError | BrokenPipeError) for one in below)
                 if whole and (full or (broke and rule.again is Again.ALWAYS)) and patience.again():
                     continue
